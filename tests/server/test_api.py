@@ -43,7 +43,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error in a reply, which must have the one shape that errors have."""
     assert response.status_code == status, response.text
     body = response.json()
-    assert body.keys() == {"error"}
+    assert (body.keys(), body["type"]) == ({"type", "error"}, "error")
     assert body["error"].keys() == {"message", "type", "param", "code"}
     return body["error"]
 

@@ -84,6 +84,7 @@ def test_a_bad_completion_is_refused_by_name(
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": 5}, "response_format"),
         ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 1 << 64}, "max_completion_tokens"),
         ({"messages": [5]}, "messages[0]"),
         ({"messages": [{"role": 5}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]"),
@@ -211,7 +212,7 @@ def rendered(*messages: Any) -> Any:
                 "tool_calls[0].function.arguments",
                 "JSON object",
             )
-            for bad in ("{", "5", "[" * 100_000)
+            for bad in ("{", "5", "[" * 10_000)
         ],
     ],
 )
@@ -250,8 +251,9 @@ def test_the_messages_of_other_servers_can_be_sent_back() -> None:
 
 def test_calls_and_their_answers_go_to_the_template_with_arguments_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    empty = {"id": "1", "type": None, "function": {"name": "f", "arguments": None}}
     assert rendered(
-        {"role": "assistant", "tool_calls": [CALL, call]},
+        {"role": "assistant", "tool_calls": [CALL, empty]},
         {"role": "tool", "tool_call_id": "1", "content": "{}"},
     ) == [
         {
@@ -376,8 +378,14 @@ def test_fields_that_ask_for_nothing_are_let_pass() -> None:
         response_format={"type": "text"},
         parallel_tool_calls=True,
         top_p=0.5,
+        include_reasoning=True,
+        prompt_cache_key="a hint",
+        safety_identifier="somebody",
+        of_a_later_version=None,
     )
-    assert body.top_p == 0.5
+    assert (body.top_p, body.end_user) == (0.5, "somebody")
+    with pytest.raises(ApiError, match="messages: it is missing"):
+        decode_body(b'{"of_a_later_version": null}', ChatBody)
     with pytest.raises(ApiError, match="best_of"):
         completion(best_of=True)  # which Python takes for 1
 
@@ -465,6 +473,18 @@ def test_a_body_has_a_bounded_number_of_parts(piece: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode_body(b'{"prompt": "a", "zzz": [' + piece * 70_000, CompletionBody)
     assert (caught.value.status, caught.value.reply.error.code) == (400, "body_too_complex")
+
+
+def test_arguments_in_texts_have_a_bounded_number_of_parts() -> None:
+    arguments = '{"a": [' + "[]," * 40_000 + "[]]}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    for calls, code in ([call], None), ([call, call], "body_too_complex"):
+        try:
+            rendered({"role": "assistant", "tool_calls": calls})
+            found = None
+        except ApiError as error:
+            found = error.reply.error.code
+        assert found == code
 
 
 def test_text_may_have_any_number_of_brackets() -> None:

@@ -227,8 +227,9 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
 )
 def test_bad_messages_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     [(status, data)], scripted = asked(fields)
-    error = json.loads(data)["error"]
-    assert (status, error["param"]) == (400, param), error
+    reply = json.loads(data)
+    error = reply["error"]
+    assert (status, reply["type"], error["param"]) == (400, "error", param), error
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param)
     assert not scripted.prompts

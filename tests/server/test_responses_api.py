@@ -11,11 +11,12 @@ import httpx
 import openai
 import pytest
 
+from octavo.server.http.endpoints.responses import InputItem, input_messages
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, Tenant
 from octavo.server.http.response_store import MAX_CHARACTERS, ResponseStore
 from server.live_server import LiveServer
-from server.scripted import ScriptedClient, scripted_app
+from server.scripted import ANSWER, ScriptedClient, scripted_app
 
 TOOLS = [
     {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
@@ -186,7 +187,15 @@ def test_an_output_that_is_cut_is_incomplete() -> None:
         )
         assert scripted.params[-1].max_tokens == 9
         stream = await client.responses.create(model="demo", input="hi", stream=True)
-        assert [event.type async for event in stream][-1] == "response.incomplete"
+        events = [event async for event in stream]
+        assert events[-1].type == "response.incomplete"
+        assert [item.status for item in events[-1].response.output] == ["incomplete"]  # type: ignore[union-attr]
+        scripted.text = ANSWER  # which ends with a call that is whole
+        stream = await client.responses.create(model="demo", input="hi", tools=TOOLS, stream=True)  # type: ignore[arg-type]
+        events = [event async for event in stream]
+        items = [event.item for event in events if event.type == "response.output_item.done"]
+        assert items == events[-1].response.output  # type: ignore[union-attr]
+        assert [item.status for item in items] == ["completed"] * 4
         scripted.text, scripted.reason = "", "stop"
         empty = await client.responses.create(model="demo", input="hi")
         assert [item.type for item in empty.output] == ["message"]
@@ -240,6 +249,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ({"include": ["x"]}, "include"),
         ({"metadata": {"a": 5}}, "metadata"),
         ({"instruction": "a"}, "instruction"),
+        ({"input": [{"type": None, "role": "user", "content": None}]}, "input[0].content"),
         ({"max_tokens": 5}, "max_tokens"),
     ],
 )
@@ -252,6 +262,24 @@ def test_bad_responses_are_refused_by_name(fields: dict[str, Any], param: str) -
         assert not scripted.prompts
 
     asked(test)
+
+
+def test_items_are_joined_in_time_that_is_linear_in_their_text() -> None:
+    class Counted(str):
+        """Counts the characters that are copied when it is added to another text."""
+
+        num_copied = 0
+
+        def __radd__(self, other: str) -> str:
+            Counted.num_copied += len(other)
+            return str(other) + str(self)
+
+    items = [InputItem(role="assistant", content="y" * 100) for _ in range(1000)]
+    for item in items:
+        item.content = Counted(item.content)
+    [message] = input_messages(items)
+    assert message.content == "y" * 100_000
+    assert Counted.num_copied <= 100_000
 
 
 def test_forms_and_defaults_arrive() -> None:
@@ -290,6 +318,8 @@ def test_a_response_of_a_real_model(server: LiveServer) -> None:
                 pass
             final = stream.get_final_response()
         assert final.output_text == whole.output_text
+        for response in (whole, final):  # its fields are those that the client expects
+            type(response).model_validate_json(response.to_json(), strict=True)
         assert final.usage is not None
         assert final.usage.output_tokens == chat.usage.completion_tokens  # type: ignore[union-attr]
         more = client.responses.create(input="And a dog?", previous_response_id=whole.id, **fields)

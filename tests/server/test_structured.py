@@ -238,10 +238,17 @@ def test_a_fork_inside_an_output_with_a_form_goes_on_with_the_form(server: LiveS
         prompt = forked["choices"][0]["prompt_token_ids"]
         for child in (*forked["choices"], *again["choices"]):
             assert re.fullmatch(pattern, output({"prompt_token_ids": prompt, **child}))
-    # A suffix is a part of the output, and one that the form does not allow ends the fork.
+    # A suffix is a part of the output, and one that the form does not allow is refused.
     [child] = fork(parent["id"], len(tokens) - 1, suffix=[tokens[-1]], temperature=0)["choices"]
     assert child["finish_reason"] == "stop"
-    assert fork(parent["id"], 5, suffix="!!")["error"]["code"] == "no_token_left"
+    for fields, param, words in [
+        ({"suffix": "!!"}, "suffix", "the grammar cannot go on"),
+        ({"suffix": "!!", "stream": True}, "suffix", "the grammar cannot go on"),
+        ({"suffix": [1 << 40]}, "suffix", "outside the vocabulary"),
+        ({"children": [{}, {"suffix": "!!"}], "stream": True}, "children[1]", "cannot go on"),
+    ]:
+        error = fork(parent["id"], 5, **fields)["error"]
+        assert (error["param"], words in error["message"]) == (param, True)
     for fields, param in [
         (form, "structured_outputs.regex"),
         ({"children": [{}, {"response_format": {"type": "json_object"}}]}, "response_format"),

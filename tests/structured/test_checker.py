@@ -31,6 +31,8 @@ def test_verdicts_are_those_of_the_library_and_are_remembered(
     grammars.check(good)
     with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: .*unclosed group"):
         grammars.check(bad)
+    with pytest.raises(InvalidRequest, match=r"structured\.begun: the grammar cannot go on"):
+        grammars.check(good, [5])
     monkeypatch.setattr(checker, "_read", None)  # nobody is asked again
     grammars.check(good)
     with pytest.raises(InvalidRequest, match="unclosed group"):
@@ -59,9 +61,9 @@ def test_what_takes_more_cpu_time_than_others_may_wait_is_refused(
 ) -> None:
     library = Guidance(model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [1])
     grammar = Grammar("regex", "a")
-    assert verdict_on(library, grammar) == ""
+    assert verdict_on(library, grammar) == ("", "")
     monkeypatch.setattr(checker, "MAX_SECONDS", 0.0)
-    assert "s to compile, more than 0.0 s" in verdict_on(library, Grammar("regex", "b"))
+    assert "s to compile, more than 0.0 s" in verdict_on(library, Grammar("regex", "b"))[1]
 
 
 def test_no_process_outlives_the_checker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -112,6 +113,38 @@ def test_an_output_that_the_prompt_has_begun_goes_on_in_its_form(llm: LLM, struc
         for form in (rest, {**structured, "begun": begun}):
             output = say(llm, SamplingParams(structured=form, **greedy), prompt).outputs[0]
             assert output.token_ids == whole.token_ids[begun:]
+
+
+def test_what_the_form_does_not_allow_cannot_have_begun(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured\.begun: the grammar cannot go on"):
+        say(llm, SamplingParams(structured={"choice": ["abc"], "begun": 2}))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "least", "most"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.25}, 0, 0.25),
+        ({"minimum": 0, "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, 0, 0.5),
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, 1, 1.5),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, -0.5, 0),
+        ({"exclusiveMinimum": -1.5, "exclusiveMaximum": -1, "maximum": 3}, -1.5, -1),
+    ],
+)
+def test_excluded_bounds_are_excluded(bounds: Any, least: float, most: float) -> None:
+    library = guidance.Guidance(
+        model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [model_zoo.EOS_ID]
+    )
+    schema = json.dumps({"type": "array", "items": {"type": "number", **bounds}})
+    matcher = library.compile(Grammar("json_schema", schema)).matcher
+    tokenizer = library._tokenizer
+    middle = (least + most) / 2
+    for number in (least, most, middle):
+        is_excluded = number in (bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum"))
+        for text in (f"{number:g}", f"{number:.1f}", f"-{number:g}"):
+            tokens = tokenizer.tokenize_str(f"[{text}]")
+            is_allowed = matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)
+            assert not (is_allowed and (is_excluded or not least <= float(text) <= most)), text
+            assert is_allowed or text != f"{middle:g}"
 
 
 @pytest.mark.parametrize("begun", [-1, True, 1.5, "2", 4])

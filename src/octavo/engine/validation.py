@@ -139,10 +139,10 @@ class RequestPreparer:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         config: EngineConfig,
-        check_grammar: Callable[[Grammar], object] | None = None,
+        check_grammar: Callable[[Grammar, Sequence[int]], None] | None = None,
     ) -> None:
-        """`check_grammar` raises InvalidRequest if a grammar cannot be enforced. None: by compiling
-        it here."""
+        """`check_grammar` raises InvalidRequest if a grammar cannot be enforced, or cannot go on
+        after these token ids. None: by compiling it here."""
         self._model_config = model_config
         self._vocab_size = model_config.vocab_size
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
@@ -152,7 +152,7 @@ class RequestPreparer:
             # Only for this check: the worker has a library of its own.
             check_grammar = Guidance(
                 model_config.path, model_config.vocab_size, self._eos_ids
-            ).compile
+            ).check
         self._check_grammar = check_grammar
         self._seeds = random.Random(config.seed)
 
@@ -209,13 +209,7 @@ class RequestPreparer:
             spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
         if self.has_encoder:
             spec = self._with_rules(spec, len(token_ids), max_tokens)
-        if spec.grammar is not None:
-            self._check_grammar(spec.grammar)
-        if spec.num_begun > len(token_ids):
-            raise InvalidRequest(
-                "structured.begun",
-                f"{spec.num_begun} is more than the {len(token_ids)} tokens of the prompt",
-            )
+        self._check_form(spec, token_ids)
         if len(spec.end_token_ids) == self._vocab_size:
             raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
         return PreparedRequest(
@@ -256,12 +250,24 @@ class RequestPreparer:
             token_ids, spec, length, 1, 0, (), (), None, priority, cache_salt, tenant
         )
 
-    def check_structured(self, params: SamplingParams | BeamSearchParams) -> None:
-        """Find out whether what `params.structured` asks for can be enforced, so that `prepare`
-        knows: it may take seconds. May be called in any thread. Raises InvalidRequest."""
-        grammar = params.to_spec(self._eos_ids).grammar
-        if grammar is not None:
-            self._check_grammar(grammar)
+    def check_structured(
+        self, params: SamplingParams | BeamSearchParams, prompt: str | list[int] = ""
+    ) -> None:
+        """Find out whether what `params.structured` asks for can be enforced, after what the prompt
+        has begun of it, so that `prepare` knows: it may take seconds. May be called in any thread.
+        Raises InvalidRequest."""
+        spec = params.to_spec(self._eos_ids)
+        token_ids = self.tokenize(prompt, Room.whole(len(prompt))) if spec.num_begun else []
+        self._check_form(spec, token_ids)
+
+    def _check_form(self, spec: SamplingSpec, token_ids: list[int]) -> None:
+        if spec.num_begun > len(token_ids):
+            raise InvalidRequest(
+                "structured.begun",
+                f"{spec.num_begun} is more than the {len(token_ids)} tokens of the prompt",
+            )
+        if spec.grammar is not None:
+            self._check_grammar(spec.grammar, token_ids[len(token_ids) - spec.num_begun :])
 
     @property
     def has_encoder(self) -> bool:

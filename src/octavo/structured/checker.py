@@ -31,6 +31,9 @@ MAX_START_SECONDS = 60.0
 MAX_VERDICTS = 1024  # that are remembered
 STACK_BYTES = 1 << 20  # less than the worker's threads have, which compile the same grammars
 
+# The field at fault, "" for the grammar's own, and why it is refused, "" if it is not.
+Verdict = tuple[str, str]
+
 
 class GrammarChecker:
     """Owns processes that compile grammars, one for each thread that asks, and their verdicts."""
@@ -39,26 +42,29 @@ class GrammarChecker:
         """See Guidance. Nothing is started before the first grammar comes."""
         arguments = [str(directory), str(vocab_size), *map(str, eos_ids)]
         self._command = [sys.executable, "-m", __spec__.name, *arguments]
-        self._verdicts: OrderedDict[Grammar, str] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[Grammar, tuple[int, ...]], Verdict] = OrderedDict()
         self._idle: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest if a grammar cannot be enforced, or takes too long to compile.
+    def check(self, grammar: Grammar, begun: Sequence[int] = ()) -> None:
+        """Raises InvalidRequest if a grammar cannot be enforced, takes too long to compile, or does
+        not allow an output that begins with the tokens `begun`.
 
         Blocks while the grammar is compiled, unless it was checked before.
         """
+        key = (grammar, tuple(begun))
         with self._lock:
-            reason = self._verdicts.get(grammar)
-        if reason is None:
-            reason = self._ask(grammar)
+            verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._ask(*key)
             with self._lock:
-                self._verdicts[grammar] = reason
+                self._verdicts[key] = verdict
                 while len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
+        field, reason = verdict
         if reason:
-            raise InvalidRequest(grammar.field, reason)
+            raise InvalidRequest(field or grammar.field, reason)
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
@@ -68,8 +74,7 @@ class GrammarChecker:
         for process in idle:
             _end(process)
 
-    def _ask(self, grammar: Grammar) -> str:
-        """Why a grammar is refused; "" if it is not."""
+    def _ask(self, grammar: Grammar, begun: Sequence[int]) -> Verdict:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is None:
@@ -82,26 +87,27 @@ class GrammarChecker:
                 is_ready = False
             if not is_ready:
                 _end(process)
-                return "the process that compiles grammars did not start"
+                return "", "the process that compiles grammars did not start"
         assert process.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([grammar.kind, grammar.source]) + "\n")
+            process.stdin.write(json.dumps([grammar.kind, grammar.source, begun]) + "\n")
             process.stdin.flush()
         try:
             verdict = _read(process, MAX_WAIT_SECONDS)
         except EOFError:
             _end(process)
-            return "it cannot be compiled: the library breaks down on it"
+            return "", "it cannot be compiled: the library breaks down on it"
         if verdict is None:
             _end(process)
-            return f"it cannot be compiled within {MAX_WAIT_SECONDS:g} s"
+            return "", f"it cannot be compiled within {MAX_WAIT_SECONDS:g} s"
         with self._lock:
             is_kept = not self._is_closed
             if is_kept:
                 self._idle.append(process)
         if not is_kept:
             _end(process)
-        return str(verdict)
+        field, reason = verdict
+        return field, reason
 
 
 def _read(process: subprocess.Popen[str], seconds: float) -> Any:
@@ -126,17 +132,18 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def verdict_on(library: Guidance, grammar: Grammar) -> str:
-    """Why a grammar is refused; "" if it is not."""
+def verdict_on(library: Guidance, grammar: Grammar, begun: Sequence[int] = ()) -> Verdict:
+    """See Verdict."""
     began = time.process_time()
     try:
         library.compile(grammar)
+        seconds = time.process_time() - began
+        if seconds > MAX_SECONDS:
+            return "", f"it takes {seconds:.1f} s to compile, more than {MAX_SECONDS} s"
+        library.check(grammar, begun)
     except InvalidRequest as error:
-        return error.reason
-    seconds = time.process_time() - began
-    if seconds > MAX_SECONDS:
-        return f"it takes {seconds:.1f} s to compile, more than {MAX_SECONDS} s"
-    return ""
+        return error.field, error.reason
+    return "", ""
 
 
 def _serve(library: Guidance) -> None:
@@ -144,8 +151,8 @@ def _serve(library: Guidance) -> None:
         library.load()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        kind, source = json.loads(line)
-        print(json.dumps(verdict_on(library, Grammar(kind, source))), flush=True)
+        kind, source, begun = json.loads(line)
+        print(json.dumps(verdict_on(library, Grammar(kind, source, ""), begun)), flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from octavo.errors import InvalidRequest
 from octavo.host_memory import num_cpus
 from octavo.model_files import open_files
 from octavo.structured.constraint import WORD_BITS, Filled, Words, num_words
-from octavo.structured.schemas import place_of, refusal
+from octavo.structured.schemas import move_excluded_bounds, place_of, refusal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -125,6 +125,14 @@ class Guidance:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def check(self, grammar: Grammar, begun: Sequence[int] = ()) -> None:
+        """Raises InvalidRequest if a grammar cannot be enforced, or if the tokens `begun` are not
+        the beginning of an output that it allows."""
+        constraint = self.compile(grammar)
+        reason = constraint.fork().accept(begun) if begun else ""
+        if reason:
+            raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 
     def fill(self, constraints: Sequence[GuidanceConstraint], words: Words) -> Filled:
         # Each thread takes neighbours, which should not be in the way of other threads.
@@ -231,6 +239,7 @@ def _in_library_form(kind: str, source: str) -> dict[str, Any]:
     if kind == "lark":
         return {"lark_grammar": source}
     schema = json.loads(source)
+    move_excluded_bounds(schema)
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": kind == "lenient_schema"}
     return {"json_schema": {**({} if schema is True else schema), "x-guidance": options}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_DEPTH = 100  # of a schema, in JSON values
 MAX_LOOKS = 100_000  # at schemas, to find out whether values end; about a tenth of a second
@@ -43,6 +43,31 @@ def place_of(schema: object, message: str) -> str:
     return ""
 
 
+def move_excluded_bounds(schema: object) -> None:
+    """Change a schema in place so that llguidance keeps to its excluded bounds.
+
+    It allows a whole number that is excluded (`"exclusiveMinimum": 0`) if the other bound is less
+    than 1 away. Such a bound is replaced by one that is allowed, a millionth of the way to the
+    other: what lies between them is lost, and nothing is allowed that should not be.
+    """
+    for _, each in _subschemas(schema):
+        for own, other, towards in (("Minimum", "Maximum", max), ("Maximum", "Minimum", min)):
+            bound, allowed = each.get(f"exclusive{own}"), own.lower()
+            for end in (each.get(other.lower()), each.get(f"exclusive{other}")):
+                if not (_is_bound(bound) and _is_bound(end) and abs(end - bound) < 1):
+                    continue
+                moved = bound + (end - bound) * 1e-6
+                if bound == int(bound) and moved != bound:
+                    each[allowed] = towards(each.get(allowed, moved), moved)
+
+
+def _is_bound(value: object) -> TypeGuard[float]:
+    """Whether it is a number, and not a very large one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e9
+
+
 def _depth_exceeds(value: object, limit: int) -> bool:
     level: list[Any] = [value]
     for _ in range(limit):
@@ -53,7 +78,7 @@ def _depth_exceeds(value: object, limit: int) -> bool:
     return True
 
 
-def _subschemas(schema: object, path: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _subschemas(schema: object, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
     """All schemas within a schema, itself first, with their places."""
     if not isinstance(schema, dict):
         return

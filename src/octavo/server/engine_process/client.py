@@ -200,7 +200,8 @@ class EngineClient:
             if decoder_input_ids is not None:
                 whole = {"prompt": token_ids, "decoder_input_ids": decoder_input_ids}
             if not isinstance(params, PoolingParams) and params.structured is not None:
-                await self.offload.grammar(lambda: self._preparer.check_structured(params))
+                begun = token_ids if decoder_input_ids is None else decoder_input_ids
+                await self.offload.grammar(lambda: self._preparer.check_structured(params, begun))
             self._check_open()  # both may have taken a while
             # The engine may hold less than the model could use.
             max_model_len = self.info.max_model_len

@@ -45,7 +45,8 @@ _STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in 
 
 
 class Body(BaseModel):
-    """A request's body. A null counts as an absent field, and unknown fields are errors."""
+    """A request's body. A null counts as an absent field, whatever its name, and unknown fields are
+    errors."""
 
     # Unknown fields are collected and checked below: as pydantic's own errors they would all be
     # listed, and a body may have tens of thousands.
@@ -59,7 +60,9 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unknown_fields(self) -> Self:
-        for name in self.model_extra or ():
+        for name, value in (self.model_extra or {}).items():
+            if value is None:
+                continue
             hint = _hint(type(self), name)
             raise PydanticCustomError(
                 UNKNOWN, "there is no such field{hint}", {"name": name, "hint": hint}
@@ -160,15 +163,15 @@ async def read_body(
 
 def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
     """JSON as a `kind`; ApiError 400 that names the field if it is none."""
-    _check_num_nodes(data)
+    check_num_nodes(data)
     try:
         return kind.model_validate_json(data, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1 and not ignore_unknown:
         # An unknown name is most likely the missing one, misspelt.
-        for name in errors[0]["input"]:
-            if name not in kind.model_fields:
+        for name, value in errors[0]["input"].items():
+            if name not in kind.model_fields and value is not None:
                 where = _clipped(name)
                 raise refused(where, f"there is no such field{_hint(kind, name)}", UNKNOWN)
     raise _api_error(kind, errors)
@@ -249,8 +252,9 @@ def _lowered(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _check_num_nodes(data: bytes) -> None:
-    """ApiError 400 if the body has more nodes than may be decoded at once."""
+def check_num_nodes(data: bytes, param: str | None = None) -> None:
+    """ApiError 400 if a body, or the JSON texts in its strings (one after the other), have more
+    nodes than may be decoded at once."""
     if len(data) <= MAX_NODES or sum(map(data.count, (b"[", b"{", b":"))) <= MAX_NODES:
         return
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -260,8 +264,9 @@ def _check_num_nodes(data: bytes) -> None:
         if count > MAX_NODES:
             raise ApiError(
                 400,
-                f"the body has more than {MAX_NODES} arrays, objects and fields",
-                code="body_too_complex",
+                f"{param or 'the body'}: it has more than {MAX_NODES} arrays, objects and fields",
+                param,
+                "body_too_complex",
             )
 
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
-from octavo.server.http.bodies import FAIL_FAST, UNSUPPORTED, Refused
+from octavo.server.http.bodies import FAIL_FAST, UNSUPPORTED, Refused, check_num_nodes
 from octavo.server.http.context import Context
 from octavo.server.http.errors import refused
 from octavo.server.offload import LONG_TEXT
@@ -63,15 +63,15 @@ class CalledFunction(_Lenient):
     """The function of a call, and its arguments."""
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: str | dict[str, Any] = ""
-    """A JSON object, or its text."""
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, or its text; not given: no arguments."""
 
 
 class MessageToolCall(_Lenient):
     """A call of a tool that the assistant made."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
@@ -139,6 +139,15 @@ async def conversation_prompt(
         raise RequestTooLong(
             "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
         )
+    check_num_nodes(
+        "".join(
+            call.function.arguments
+            for message in messages
+            for call in message.tool_calls or ()
+            if isinstance(call.function.arguments, str)
+        ).encode(),
+        "messages",
+    )
     render, shown = _renderer(context, template)
     for name, values in (("documents", documents), ("tools", tools)):
         if values is None:
@@ -191,7 +200,9 @@ def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]
 def _cost(message: ChatMessage) -> int:
     """What a message takes to render, in characters."""
     content = message.content or ""
-    called = sum(MESSAGE_COST + len(call.function.arguments) for call in message.tool_calls or ())
+    called = sum(
+        MESSAGE_COST + len(call.function.arguments or "") for call in message.tool_calls or ()
+    )
     called += len(message.reasoning_content or message.reasoning or "")
     if isinstance(content, str):
         return MESSAGE_COST + called + len(content)
@@ -224,7 +235,7 @@ def _plain(message: ChatMessage, path: str) -> Plain:
 
 
 def _plain_call(call: MessageToolCall, path: str) -> Plain:
-    arguments = call.function.arguments
+    arguments = "" if call.function.arguments is None else call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}

@@ -90,8 +90,8 @@ class ReplyWriter(ABC, Generic[BodyT]):
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-        if self.body.user is not None:
-            self.request.state.log["user"] = self.body.user
+        if self.body.end_user is not None:
+            self.request.state.log["user"] = self.body.end_user
 
 
 class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):

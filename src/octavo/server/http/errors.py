@@ -1,6 +1,6 @@
-"""Errors as clients see them: one shape for every status, OpenAI's.
+"""Errors as clients see them: one shape for every status, OpenAI's and Anthropic's.
 
-`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`
+`{"type": "error", "error": {"message": ..., "type": ..., "param": ..., "code": ...}}`
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ErrorDetail(msgspec.Struct):
     code: Annotated[str | None, Meta(description="The error's name, for programs.")] = None
 
 
-class ErrorReply(msgspec.Struct):
+class ErrorReply(msgspec.Struct, tag_field="type", tag="error"):
     """Every error of every endpoint."""
 
     error: ErrorDetail

@@ -83,8 +83,17 @@ class PromptBody(Body):
     """Share cached prefixes only with requests of the same salt."""
     user: ShortText | None = None
     """Your name for the end user; goes to the request log, if it is on."""
+    safety_identifier: ShortText | None = None
+    """The newer name of user."""
+    prompt_cache_key: str | None = None
+    """A hint that is not needed: equal prefixes are shared by themselves."""
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
     """Names the request, as the header X-Request-Id does, over which it takes precedence."""
+
+    @property
+    def end_user(self) -> str | None:
+        """The user, by whichever name the client calls them."""
+        return self.safety_identifier if self.user is None else self.user
 
 
 class GenerationBody(PromptBody):
@@ -165,10 +174,6 @@ class GenerationBody(PromptBody):
     service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
     store: Annotated[object, Refused(_STATELESS, (False,))] = None
     metadata: Annotated[object, Refused(_STATELESS, ({},))] = None
-    safety_identifier: Annotated[object, Refused("use user")] = None
-    prompt_cache_key: Annotated[
-        object, Refused("use cache_salt; equal prefixes are shared by themselves")
-    ] = None
     guided_json: Annotated[object, Refused(_STRUCTURED)] = None
     guided_regex: Annotated[object, Refused(_STRUCTURED)] = None
     guided_choice: Annotated[object, Refused(_STRUCTURED)] = None

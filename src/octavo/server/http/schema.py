@@ -39,7 +39,7 @@ PREFIX_EXAMPLE = {
 DESCRIPTION = """octavo serves large language models with PagedAttention.
 
 Bodies are JSON. Every field is honoured, or refused with a 400 that names it. All errors have one
-shape: `{"error": {"message", "type", "param", "code"}}`."""
+shape: `{"type": "error", "error": {"message", "type", "param", "code"}}`."""
 
 # FastAPI's schemas for the 422 response, which octavo never sends.
 FASTAPI_OWN = ("HTTPValidationError", "ValidationError")

@@ -229,6 +229,6 @@ def _in_clients_words(
     if not isinstance(error, InvalidRequest):
         return error
     where = names.get(error.field, error.field)
-    if error.field == "prompt" and index is not None:
+    if error.field in ("prompt", "structured.begun") and index is not None:
         where += f"[{index}]"
     return type(error)(where, error.reason)

@@ -91,6 +91,7 @@ class Blocks:
 
     def __init__(self, reader: AnswerReader) -> None:
         self.all: list[Block] = []
+        self.cut_index: int | None = None  # of the block that the output's end has ended
         self.parser = reader.parser()
         self._reader = reader
         self._open: Block | None = None
@@ -101,9 +102,12 @@ class Blocks:
 
     def finish(self) -> list[Step]:
         """The output has ended. It has a block, if only an empty one."""
+        num_whole = len(self.all) - (self._open is not None)
         steps = self._steps(self.parser.finish())
         if not self.all:
             steps += self._begin("text")
+        if len(self.all) > num_whole:
+            self.cut_index = len(self.all) - 1
         return steps + self._end()
 
     def _steps(self, events: Iterable[Event]) -> list[Step]:

@@ -34,7 +34,13 @@ from octavo.server.http.conversations import (
 )
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
-from octavo.server.http.generation import GenerationBody, NonNegative, Params, generation_params
+from octavo.server.http.generation import (
+    INT64_MAX,
+    GenerationBody,
+    NonNegative,
+    Params,
+    generation_params,
+)
 from octavo.server.http.replies import (
     ChatTokenLogprob,
     Choice,
@@ -63,7 +69,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Integer(1)] | None = None
+    max_completion_tokens: Annotated[int, Integer(1, INT64_MAX)] | None = None
     """The newer name of max_tokens; not given: what the context holds."""
     logprobs: bool | None = None
     """Score the output's tokens."""
@@ -106,6 +112,7 @@ class ChatBody(GenerationBody):
     # SGLang's.
     separate_reasoning: Annotated[object, Refused("it always is", (True,))] = None
     stream_reasoning: Annotated[object, Refused("it always is", (True,))] = None
+    include_reasoning: Annotated[object, Refused("it always is", (True,))] = None  # vLLM's
     prompt: Annotated[object, Refused("prompts go to /v1/completions")] = None
 
 

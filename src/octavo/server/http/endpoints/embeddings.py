@@ -102,8 +102,8 @@ async def _respond(request: Request, body: EmbeddingBody) -> Response:
         finally:
             close(streams)
     request.state.log = {"prompt_tokens": num_tokens}
-    if body.user is not None:
-        request.state.log["user"] = body.user
+    if body.end_user is not None:
+        request.state.log["user"] = body.end_user
     head = {"id": f"embd-{request_id_of(request)}", "created": int(time.time()), "model": model}
     usage = EmbeddingUsage(num_tokens, num_tokens)
     return reply({"object": "list", **head, "data": data, "usage": usage})

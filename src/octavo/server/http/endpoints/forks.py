@@ -161,7 +161,7 @@ async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
     if parent.running is not None:
         context.client.offer_tail(*parent.running)
     field = "suffix" if body.children is None else "children"
-    names = {"prompt": field, "decoder_input_ids": field}
+    names = dict.fromkeys(("prompt", "decoder_input_ids", "structured.begun"), field)
     streams = await open_streams(request, body, prompts, params, names, parent)
     writer = ForkWriter(request, body, model, streams)
     writer.fork = Fork(writer.head, body, tenant, streams, writer.num_samples)

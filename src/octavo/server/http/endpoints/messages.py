@@ -150,7 +150,8 @@ class CountTokensBody(PromptBody):
     thread: Annotated[object, Refused("send the whole conversation with each request")] = None
     mcp_servers: Annotated[object, Refused(_UNSUPPORTED, ([],))] = None
     context_management: Annotated[object, Refused(_UNSUPPORTED, ({},))] = None
-    cache_control: Annotated[object, Refused("equal prefixes are shared by themselves")] = None
+    cache_control: dict[str, Any] | None = None
+    """A hint that is not needed: equal prefixes are shared by themselves."""
 
 
 class MessagesBody(CountTokensBody):

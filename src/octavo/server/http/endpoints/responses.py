@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Meta, UnsetType
 from pydantic import Field
 
-from octavo.server.http.bodies import FAIL_FAST, Body, Integer, Refused
+from octavo.server.http.bodies import FAIL_FAST, Body, Integer, Refused, check_num_nodes
 from octavo.server.http.context import context_of, reply, request_id_of, tenant_of
 from octavo.server.http.conversations import ASSISTANT, TOOL, ChatMessage
 from octavo.server.http.endpoints.blocks import (
@@ -71,7 +71,8 @@ Parts = Annotated[list[InputPart], FAIL_FAST]
 class InputItem(Lenient):
     """A part of a conversation: a message, a call of a function, its output, or reasoning."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    """Not given: message."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     """Of a message."""
     content: str | Parts | None = None
@@ -146,7 +147,7 @@ class ResponsesBody(PromptBody):
     """Continue the conversation that this response ended; the server keeps the last ones."""
     store: bool | None = None
     """Keep the response for previous_response_id; not given: true."""
-    max_output_tokens: Annotated[int, Integer(1)] | None = None
+    max_output_tokens: Annotated[int, Integer(1, INT64_MAX)] | None = None
     """The longest output, reasoning included; not given: what the context holds."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -181,8 +182,6 @@ class ResponsesBody(PromptBody):
         | None
     ) = None
     """Notes of your own, which the response repeats: at most 16."""
-    prompt_cache_key: str | None = None
-    """A hint that is not needed: equal prefixes are shared by themselves."""
 
     include: Annotated[object, Refused(_UNSUPPORTED, ([], ["reasoning.encrypted_content"]))] = None
     truncation: Annotated[
@@ -194,7 +193,6 @@ class ResponsesBody(PromptBody):
     prompt: Annotated[object, Refused("use instructions and input")] = None
     max_tool_calls: Annotated[object, Refused("octavo calls no tools itself")] = None
     service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
-    safety_identifier: Annotated[object, Refused("use user")] = None
 
 
 # ---------------------------------------------------------------- what is sent
@@ -242,6 +240,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: Annotated[int, Meta(description="Always 0: writing costs nothing.")] = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -369,7 +368,7 @@ class ResponsesWriter(BlockWriter):
 
     def _done(self, block: Block, place: dict[str, Any]) -> list[Any]:
         """The events of a block that is whole."""
-        item = self._item(block, "completed")
+        item = self._item(block, self._status_of(block))
         end = self._event
         if block.kind == "call":
             fields = {"name": block.name, "arguments": block.arguments}
@@ -393,11 +392,7 @@ class ResponsesWriter(BlockWriter):
     def _ended(self) -> ResponseObject:
         """The whole response; kept, if it is to be."""
         is_cut = self.reason == "length"
-        last = len(self.blocks.all) - 1
-        items = [
-            self._item(each, "incomplete" if is_cut and each.index == last else "completed")
-            for each in self.blocks.all
-        ]
+        items = [self._item(each, self._status_of(each)) for each in self.blocks.all]
         response = self._response("incomplete" if is_cut else "completed", items)
         if is_cut:
             response.incomplete_details = {"reason": "max_output_tokens"}
@@ -458,6 +453,11 @@ class ResponsesWriter(BlockWriter):
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
         return f"{prefix}_{request_id_of(self.request)}_{block.index}"
 
+    def _status_of(self, block: Block) -> str:
+        """Of a block that has ended."""
+        is_cut = self.reason == "length" and block.index == self.blocks.cut_index
+        return "incomplete" if is_cut else "completed"
+
     def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         item: OutputItem
         if block.kind == "call":
@@ -508,6 +508,8 @@ async def create_response(request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", **documented(None, ResponseObject))
 async def get_response(request: Request, response_id: str) -> Response:
     """A response that is still stored."""
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise refused("stream", "a stored response is not sent as events", "unsupported_field")
     store = context_of(request).stored_responses
     return reply(store.get(tenant_of(request), response_id, "response_id").response)
 
@@ -530,6 +532,7 @@ def input_messages(
     """The messages that a request adds to those that are `known`. Raises ApiError."""
     if isinstance(given, str):
         return [ChatMessage(role="user", content=given)]
+    check_num_nodes("".join(item.arguments or "" for item in given).encode(), "input")
     calls = {call.id for message in known for call in message.tool_calls or ()}
     messages: list[dict[str, Any]] = []
 
@@ -541,20 +544,18 @@ def input_messages(
 
     for i, item in enumerate(given):
         where = f"input[{i}]"
-        if item.type == "message":
+        if item.type in (None, "message"):
             role = _needed(item.role, f"{where}.role")
             text = _text(_needed(item.content, f"{where}.content"), f"{where}.content")
             if role == ASSISTANT:
-                message = assistant()
-                message["content"] = message.get("content", "") + text
+                assistant().setdefault("content", []).append(text)
             else:
                 messages.append({"role": "system" if role in SYSTEM_ROLES else role})
                 messages[-1]["content"] = text
         elif item.type == "reasoning":
             thoughts = item.content or item.summary or ""
-            message = assistant()
-            known_thoughts = message.get("reasoning_content", "")
-            message["reasoning_content"] = known_thoughts + _text(thoughts, f"{where}.content")
+            text = _text(thoughts, f"{where}.content")
+            assistant().setdefault("reasoning_content", []).append(text)
         elif item.type == "function_call":
             call_id = _needed(item.call_id, f"{where}.call_id")
             arguments = _needed(item.arguments, f"{where}.arguments")
@@ -569,6 +570,10 @@ def input_messages(
                 raise refused(f"{where}.call_id", f"there is no call {call_id[:64]!r} before it")
             text = _text(_needed(item.output, f"{where}.output"), f"{where}.output")
             messages.append({"role": TOOL, "tool_call_id": call_id, "content": text})
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if isinstance(message.get(name), list):
+                message[name] = "".join(message[name])
     return [ChatMessage.model_validate(message) for message in messages]
 
 

@@ -129,8 +129,8 @@ async def _respond(request: Request, body: ScoreBody) -> Response:
         finally:
             close(streams)
     request.state.log = {"prompt_tokens": num_tokens, "cached_tokens": num_cached}
-    if body.user is not None:
-        request.state.log["user"] = body.user
+    if body.end_user is not None:
+        request.state.log["user"] = body.end_user
     return reply(
         Scores(
             id=f"score-{request_id_of(request)}",
