@@ -292,7 +292,7 @@ def test_the_model_s_rules_reach_every_request(model: ModelConfig) -> None:
         spec = prepared_spec(strict, INPUT, params)
         assert spec.forced_tokens == ((0, 7), (4, 2))
         assert spec.no_repeat_ngram_size == 3
-        assert spec.bad_words == ((1,), (4, 5))
+        assert spec.bad_sequences == ((1,), (4, 5))
         assert prepared_spec(model, INPUT, params).forced_tokens == ()
 
 
