@@ -83,7 +83,12 @@ class Drawing:
 
     def nullable(self) -> set[str]:
         """Fields that may be null, whatever their default."""
-        return {each.name for each in fields(self.kind) if "None" in str(each.type)} - UNREAD - SIZES
+        return (
+            {each.name for each in fields(self.kind) if "None" in str(each.type)}
+            - UNREAD
+            - SIZES
+            - {"rope_parameters"}
+        )
 
     def chance(self, odds: float) -> bool:
         return self.random.random() < odds
@@ -94,6 +99,9 @@ class Drawing:
         heads = pick.randint(1, 6)
         kv_heads = pick.choice([n for n in range(1, heads + 1) if heads % n == 0])
         self.head_dim = pick.choice([2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 30, 38])
+        usual_rope = self.usual.get("rope_parameters") or {}
+        if "partial_rotary_factor" in usual_rope and self.chance(0.85):  # so that parts are even
+            self.head_dim = pick.choice([8, 16, 24])
         self.layers = pick.randint(1, 4)
         hidden = heads * self.head_dim
         is_free = "head_dim" in self.usual and self.family not in ("cohere2",)
@@ -113,7 +121,9 @@ class Drawing:
         sizes = {
             **dict.fromkeys(("vocab_size", "decoder_vocab_size"), pick.randint(101, 320)),
             **dict.fromkeys(("hidden_size", "n_embd", "d_model"), hidden),
-            **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), self.layers),
+            **dict.fromkeys(
+                ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), self.layers
+            ),
             "encoder_layers": self.layers,
             **dict.fromkeys(("decoder_layers", "num_decoder_layers"), pick.randint(1, 3)),
             **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), heads),
@@ -121,7 +131,12 @@ class Drawing:
             **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), kv_heads),
             **dict.fromkeys(("head_dim", "d_kv"), self.head_dim),
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
-            **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 2},
+            **{
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+                "pad_token_id": 2,
+                "decoder_start_token_id": 2,
+            },
             "n_group": groups,
             "topk_group": top_groups,
             "num_experts_per_tok": pick.randint(1, min(experts, top_groups * group)),
@@ -178,11 +193,11 @@ class Drawing:
         factors = {"partial_rotary_factor": pick.choice([0.25, 0.5, 0.75, 1.0])}
         is_partial = "partial_rotary_factor" in usual or self.chance(0.05)
         partial = factors if is_partial and self.chance(0.8) else {}
+        kinds = ["default", "default", "linear", "dynamic", "yarn", "yarn", "longrope", "llama3"]
+        if self.family in ("phi3", "phimoe") and self.chance(0.9):
+            kinds = ["default", "longrope"]
         rope: dict[str, Any] = {
-            "rope_type": pick.choice(
-                ["default", "default", "linear", "dynamic", "yarn", "yarn", "longrope", "llama3"]
-                + ["proportional"] * self.chance(0.2)
-            ),
+            "rope_type": pick.choice(kinds + ["proportional"] * self.chance(0.2)),
             "rope_theta": pick.choice([10.0, 500.0, 10000.0, 1e6]),
             **partial,
         }
@@ -257,9 +272,7 @@ DRAWS: dict[str, Callable[[Drawing], Any]] = {
     ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner"), _integer(3, 90)),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), _integer(3, 90)),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size"), _integer(3, 50)
-    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _integer(3, 50)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), _EPS),
     "sliding_window": _one_of(None, 1, 2, 7, 16, 20, 300),
     "sliding_window_pattern": _integer(1, 5),
@@ -278,9 +291,7 @@ DRAWS: dict[str, Callable[[Drawing], Any]] = {
         drawing.random.sample(range(5), drawing.random.randint(0, 3))
     ),
     "first_k_dense_replace": _integer(0, 3),
-    "no_rope_layers": lambda drawing: [
-        drawing.random.randint(0, 1) for _ in range(drawing.layers)
-    ],
+    "no_rope_layers": lambda drawing: [drawing.random.randint(0, 1) for _ in range(drawing.layers)],
     "no_rope_layer_interval": _integer(1, 4),
     "word_embed_proj_dim": _integer(5, 40),
     "rotary_dim": lambda drawing: 2 * drawing.random.randint(1, drawing.head_dim // 2),

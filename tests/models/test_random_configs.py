@@ -6,10 +6,7 @@ import gc
 from pathlib import Path
 
 import pytest
-from config_sweep import FALLBACK, FAMILIES, compare, outcome_of, write_model
-from random_configs import Drawing
-
-import model_zoo
+from config_sweep import FALLBACK, FAMILIES, outcome_of
 
 NUM_SEEDS = 60
 SAMPLE = (

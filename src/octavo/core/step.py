@@ -78,6 +78,7 @@ class SamplingSpec:
     first_read: int = 0
     end_read: int | None = None
     num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
+    renormalises: bool = False  # scores of candidates, after all that changes them
 
     @property
     def reads_prompt(self) -> bool:

@@ -354,6 +354,7 @@ class RequestPreparer:
             forced_tokens=tuple(forced),
             no_repeat_ngram_size=rules.no_repeat_ngram_size,
             bad_sequences=rules.bad_words,
+            renormalises=rules.renormalises,
         )
 
     def _thinking(self, params: SamplingParams) -> ThinkingSpec | None:

@@ -352,6 +352,7 @@ class DecodingRules:
     last_token_id: int | None = None  # where max_tokens ends the output
     no_repeat_ngram_size: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    renormalises: bool = False  # scores of a beam search, after all that changes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ UNSERVED = {
     "encoder_repetition_penalty": 1.0,
     "diversity_penalty": 0.0,
     "num_beam_groups": 1,
-    "renormalize_logits": False,
     "remove_invalid_values": False,
     "guidance_scale": 1.0,
 }
@@ -58,6 +57,7 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
         _token(config, "forced_eos_token_id", vocab_size),
         size,
         _bad_words(config, vocab_size) + _suppressed(config, vocab_size),
+        config.flag("renormalize_logits", False),
     )
 
 
