@@ -17,8 +17,7 @@ SAMPLE = (
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_few_random_configurations(family: str, tmp_path: Path) -> None:
-    kinds = [outcome_of(family, seed, tmp_path).kind for seed in range(2, 5)]
-    assert set(kinds) <= {"served", "refused", "invalid"}
+    assert "served" in [outcome_of(family, seed, tmp_path).kind for seed in range(4)]
 
 
 @pytest.mark.slow
