@@ -381,7 +381,7 @@ def write_model(name: str, directory: Path, seed: int = 0, **overrides: Any) -> 
     usual = f"{prefix}For{'ConditionalGeneration' if has_encoder else 'CausalLM'}"
     model_class = unusual.get(prefix, usual)
     model = getattr(transformers, model_class)(config).eval()
-    _randomise(model, seed)
+    randomise(model, seed)
     model.save_pretrained(directory)
     write_tokenizer(directory)
     return directory
@@ -441,7 +441,7 @@ def write_tokenizer(directory: Path) -> None:
     wrapped.save_pretrained(directory)
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int) -> None:
     """Matrices keep the size of their input, norms scatter around 1, the head is sharp."""
     generator = torch.Generator().manual_seed(seed)
     normal: Callable[..., torch.Tensor] = functools.partial(torch.randn, generator=generator)

@@ -181,6 +181,8 @@ RULES = [
     {"no_repeat_ngram_size": 1},
     {"bad_words_ids": [[5], [100, 200]]},
     {"forced_eos_token_id": 1, "no_repeat_ngram_size": 3, "bad_words_ids": [[8, 9]]},
+    # As OPUS-MT models have them.
+    {"bad_words_ids": [[100]], "no_repeat_ngram_size": 1, "renormalize_logits": True},
 ]
 
 

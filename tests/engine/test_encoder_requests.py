@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def make_client(model: ModelConfig, num_blocks: int = 100, **options: Any) -> LocalClient:
     options = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options}
-    config = make_config(str(model.directory), **options)
+    config = make_config(str(model.path), **options)
     return LocalClient(Engine(config, model, Executor(model, num_blocks)))
 
 
@@ -245,7 +245,7 @@ def test_memory_counts_the_encoder_s_input(model: ModelConfig) -> None:
 
 def test_no_simulation_knows_the_time_of_an_encoder(model: ModelConfig) -> None:
     with pytest.raises(ConfigError, match=r"model: .* has an encoder, whose time the cost model"):
-        SimulationConfig(str(model.directory), "a100-40gb").prepare()
+        SimulationConfig(str(model.path), "a100-40gb").prepare()
 
 
 def test_a_snapshot_shows_both_tables(client: LocalClient) -> None:
@@ -281,7 +281,7 @@ def test_the_memory_in_use_includes_the_encoder_s_blocks(client: LocalClient) ->
 
 
 def prepared_spec(model: ModelConfig, prompt: Prompt, params: Any) -> Any:
-    preparer = RequestPreparer(model, None, make_config(str(model.directory)))
+    preparer = RequestPreparer(model, None, make_config(str(model.path)))
     return preparer.prepare(prompt, params, 40).sampling
 
 
@@ -292,7 +292,7 @@ def test_the_model_s_rules_reach_every_request(model: ModelConfig) -> None:
         spec = prepared_spec(strict, INPUT, params)
         assert spec.forced_tokens == ((0, 7), (4, 2))
         assert spec.no_repeat_ngram_size == 3
-        assert spec.bad_words == ((1,), (4, 5))
+        assert spec.bad_sequences == ((1,), (4, 5))
         assert prepared_spec(model, INPUT, params).forced_tokens == ()
 
 

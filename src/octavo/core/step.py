@@ -58,7 +58,8 @@ class SamplingSpec:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty means all
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # that the output does not contain
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # the same, also where the prompt begins them
     no_repeat_ngram_size: int = 0  # so many tokens never come twice in the same order; 0: off
     # (number of output tokens, the token that must then come next).
     forced_tokens: tuple[tuple[int, int], ...] = ()
@@ -77,6 +78,7 @@ class SamplingSpec:
     first_read: int = 0
     end_read: int | None = None
     num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
+    renormalises: bool = False  # scores of candidates, after all that changes them
 
     @property
     def reads_prompt(self) -> bool:

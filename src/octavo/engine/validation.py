@@ -17,7 +17,7 @@ from octavo.core.sequence import DecodingMethod
 from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.errors import InvalidRequest, shown
-from octavo.models.config import ModelConfig
+from octavo.models.config import DecodingRules, ModelConfig
 from octavo.sampling_params import (
     INT64_MAX,
     BeamSearchParams,
@@ -207,8 +207,7 @@ class RequestPreparer:
             spec = params.to_spec(self._eos_ids, bad_words, thinking)
         if spec.first_read:
             spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
-        if self.has_encoder:
-            spec = self._with_rules(spec, len(token_ids), max_tokens)
+        spec = self._with_rules(spec, len(token_ids), max_tokens)
         self._check_form(spec, token_ids)
         if len(spec.end_token_ids) == self._vocab_size:
             raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
@@ -344,11 +343,13 @@ class RequestPreparer:
 
     def _with_rules(self, spec: SamplingSpec, num_tokens: int, max_tokens: int) -> SamplingSpec:
         """The parameters with what the model demands of every request: forced tokens, repeated
-        n-grams and bad words. The decoder starts with `num_tokens`.
+        n-grams and bad words. The sequence starts with `num_tokens`.
 
-        The first token is forced only directly after decoder_start_token_id, as in transformers.
+        The first token is forced only after a single one, as in transformers.
         """
         rules = self._model_config.decoding_rules
+        if rules == DecodingRules():
+            return spec
         forced = []
         if rules.first_token_id is not None and num_tokens == 1:
             forced.append((0, rules.first_token_id))
@@ -358,7 +359,8 @@ class RequestPreparer:
             spec,
             forced_tokens=tuple(forced),
             no_repeat_ngram_size=rules.no_repeat_ngram_size,
-            bad_words=spec.bad_words + rules.bad_words,
+            bad_sequences=rules.bad_words,
+            renormalises=rules.renormalises,
         )
 
     def _thinking(self, params: SamplingParams) -> ThinkingSpec | None:

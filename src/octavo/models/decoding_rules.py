@@ -1,10 +1,10 @@
-"""What the files of a model with an encoder say about its output, beside how to sample.
+"""What a model's files say about its output, beside how to sample.
 
-Such models are trained for one task and come with the rules for it: tokens that must come first or
-last, words that must not come. transformers applies them to every request, and so does octavo; it
-refuses a model with rules that it does not have. Lengths and the search itself (`max_length`,
-`min_length`, `num_beams`, `length_penalty`, `early_stopping`) are each request's own. Imports no
-torch.
+Some models, above all those with an encoder, are trained for one task and come with the rules for
+it: tokens that must come first or last, words that must not come. transformers applies them to
+every request, and so does octavo; it refuses a model with rules that it does not have. Lengths and
+the search itself (`max_length`, `min_length`, `num_beams`, `length_penalty`, `early_stopping`) are
+each request's own. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ from octavo.models.config import DecodingRules
 # Rules that change the output, each with the value that turns it off.
 UNSERVED = {
     "forced_decoder_ids": None,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "watermarking_config": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
-    "repetition_penalty": 1.0,
     "diversity_penalty": 0.0,
     "num_beam_groups": 1,
-    "renormalize_logits": False,
     "remove_invalid_values": False,
-    "guidance_scale": None,
+    "guidance_scale": 1.0,
+}
+# The same of models that ask for sampling.
+UNSERVED_OF_SAMPLING = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
 }
 MAX_BAD_WORDS = 10_000
 
@@ -37,9 +46,9 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     Raises:
         ModelError: a rule that octavo does not have, or one that makes no sense; names it.
     """
-    for name, harmless in UNSERVED.items():
-        if not (name == "repetition_penalty" and config.flag("do_sample", False)):
-            config.refuse(name, harmless)
+    samples = config.flag("do_sample", False)
+    for name, harmless in (UNSERVED | (UNSERVED_OF_SAMPLING if samples else {})).items():
+        config.refuse(name, harmless)
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
         size = config.count("no_repeat_ngram_size", limit=1 << 20)
@@ -47,7 +56,8 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
         _token(config, "forced_bos_token_id", vocab_size),
         _token(config, "forced_eos_token_id", vocab_size),
         size,
-        _bad_words(config, vocab_size),
+        _bad_words(config, vocab_size) + _suppressed(config, vocab_size),
+        config.flag("renormalize_logits", False),
     )
 
 
@@ -56,6 +66,14 @@ def _token(config: Fields, name: str, vocab_size: int) -> int | None:
     if len(token_ids) > 1 or any(not 0 <= token_id < vocab_size for token_id in token_ids):
         raise config.error(name, f"it must be one token of the vocabulary of {vocab_size}")
     return next(iter(token_ids), None)
+
+
+def _suppressed(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """suppress_tokens, as words of one token."""
+    token_ids = config.token_ids("suppress_tokens")
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise config.error("suppress_tokens", f"each must be an id below {vocab_size}")
+    return tuple((token_id,) for token_id in token_ids)
 
 
 def _bad_words(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:

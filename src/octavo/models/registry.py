@@ -113,10 +113,6 @@ def _read_native(source: ModelSource) -> ModelConfig:
     description = family.read(text)
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
-    rules = DecodingRules()
-    if description.encoder is not None:
-        where = generation if generation.where else config
-        rules = read_decoding_rules(where, description.vocab_size)
     return ModelConfig(
         **_as_fields(description),
         path=source.path,
@@ -135,7 +131,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
         ),
         eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
-        decoding_rules=rules,
+        decoding_rules=_decoding_rules(config, generation, description.vocab_size),
     )
 
 
@@ -198,6 +194,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
+        decoding_rules=_decoding_rules(config, generation, reading.description.vocab_size),
         parameters=reading.parameters,
         table_width=reading.table_width,
     )
@@ -241,11 +238,16 @@ def _decoder_start(config: Fields, generation: Fields, family: Family, vocab_siz
     return token_id
 
 
+def _decoding_rules(config: Fields, generation: Fields, vocab_size: int) -> DecodingRules:
+    """From generation_config.json; older models without one have them in config.json."""
+    return read_decoding_rules(generation if generation.where else config, vocab_size)
+
+
 def _sampling_defaults(generation: Fields) -> dict[str, Any]:
     """What the model asks for; invalid values are refused here rather than in each request."""
-    if not generation.flag("do_sample", False):
-        return {}
-    asked = {name: generation.get(name, None) for name in SAMPLING_DEFAULTS}
+    samples = generation.flag("do_sample", False)
+    names = SAMPLING_DEFAULTS if samples else ("repetition_penalty",)
+    asked = {name: generation.get(name, None) for name in names}
     defaults = {name: value for name, value in asked.items() if value is not None}
     try:
         SamplingParams(**defaults)

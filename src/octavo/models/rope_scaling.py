@@ -74,11 +74,13 @@ def read_rotaries(
         One for each of `thetas`, in their order.
     """
     by_kind = config.get("rope_parameters", None)
+    # Beside parameters of kinds of layers, transformers looks for it nowhere but in them.
+    config.refuse("original_max_position_embeddings", None)
     if by_kind is None:
         return tuple(
             _read(
                 config,
-                _rope_fields(config)
+                _of_kind(_rope_fields(config))
                 if kind == "full_attention"
                 else Fields(f"{config.where}: {name}", {}),
                 head_dim,
@@ -97,10 +99,16 @@ def read_rotaries(
         values = by_kind.get(kind) or {}
         if not isinstance(values, dict):
             raise config.error("rope_parameters", f"{kind} in it must be a JSON object")
-        rope = Fields(f"{config.where}: rope_parameters: {kind}", values)
+        rope = _of_kind(Fields(f"{config.where}: rope_parameters: {kind}", values))
         theta = config.number(name, default)
         rotaries.append(_read(config, rope, head_dim, max_positions, None, theta))
     return tuple(rotaries)
+
+
+def _of_kind(rope: Fields) -> Fields:
+    """The parameters of one kind of layer, in which transformers 5.23 overlooks `truncate`."""
+    rope.refuse("truncate", True)
+    return Fields(rope.where, {k: v for k, v in rope.values.items() if k != "truncate"})
 
 
 def _read(
@@ -152,7 +160,10 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, default: float) -> 
 
 
 def _rope_fields(config: Fields) -> Fields:
-    """rope_parameters, rope_scaling, or both in one if they do not contradict each other."""
+    """rope_parameters, rope_scaling, or both in one if they do not contradict each other.
+
+    transformers takes rope_scaling alone where there are both.
+    """
     values: dict[str, Any] = {}
     names = [
         name
@@ -165,7 +176,8 @@ def _rope_fields(config: Fields) -> Fields:
             raise config.error(name, "it must be a JSON object")
         if any(isinstance(value, dict) for value in part.values()):
             raise config.error(name, "octavo serves one rotary embedding for all layers")
-        if any(values.get(key, value) != value for key, value in part.items()):
+        beside = part | {"rope_theta": config.get("rope_theta", part.get("rope_theta"))}
+        if any(beside.get(key) != value for key, value in values.items()):
             raise config.error(name, f"rope_parameters ({shown(values)}) says something else")
         values |= part
     where = " and ".join(names) or "rope_parameters"

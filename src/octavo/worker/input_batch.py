@@ -236,6 +236,8 @@ class InputBatch:
                 for index in np.flatnonzero(flags & _LOGPROBS).tolist()
             },
             num_candidates=state["num_candidates"][len(sampled) :].tolist(),
+            # Which is the model's: all its rows agree.
+            renormalises=len(rows) > len(sampled) and self._spec(rows[-1]).renormalises,
         )
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:

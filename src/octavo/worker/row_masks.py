@@ -38,7 +38,8 @@ MAX_BEFORE_THINKING = 8  # tokens, such as line ends
 
 def has_mask(spec: SamplingSpec) -> bool:
     """Whether a row has a mask at every token."""
-    rules = spec.bad_words or spec.no_repeat_ngram_size or spec.thinking
+    words = spec.bad_words or spec.bad_sequences
+    rules = words or spec.no_repeat_ngram_size or spec.thinking
     return bool(rules or spec.allowed_token_ids or spec.grammar)
 
 
@@ -57,7 +58,7 @@ def has_mask_at(spec: SamplingSpec, num_output_tokens: int) -> bool:
 
 def mask_follows_text(spec: SamplingSpec) -> bool:
     """Whether a row's mask depends on the tokens so far, rather than on their number alone."""
-    has_words = any(len(word) > 1 for word in spec.bad_words)
+    has_words = any(len(word) > 1 for word in spec.bad_words + spec.bad_sequences)
     return bool(has_words or spec.no_repeat_ngram_size or spec.grammar or spec.thinking)
 
 
@@ -171,7 +172,8 @@ class RowMasks:
             if len(output) < state.spec.min_tokens:
                 has_grammar = state.spec.grammar is not None
                 _take_out(words[place], state.spec.end_token_ids, gives_way=has_grammar)
-            bad = bad_word_endings(state.spec, output)
+            bad = endings(state.spec.bad_words, output)
+            bad += endings(state.spec.bad_sequences, texts[place])
             if state.spec.no_repeat_ngram_size:
                 bad += repeating(texts[place], state.spec.no_repeat_ngram_size)
             if bad:
@@ -274,15 +276,14 @@ def _nothing_left(spec: SamplingSpec, num_output_tokens: int) -> str:
     )
 
 
-def bad_word_endings(spec: SamplingSpec, output: Int32s) -> list[int]:
-    """Tokens with which a bad word would be complete. Only the output counts: the prompt may
-    contain bad words."""
-    endings = []
-    for *prefix, last in spec.bad_words:
-        start = len(output) - len(prefix)
-        if start >= 0 and output[start:].tolist() == prefix:
-            endings.append(last)
-    return endings
+def endings(words: Sequence[Sequence[int]], text: Int32s) -> list[int]:
+    """Tokens with which one of the words would be complete at the end of a text."""
+    found = []
+    for *prefix, last in words:
+        start = len(text) - len(prefix)
+        if start >= 0 and text[start:].tolist() == prefix:
+            found.append(last)
+    return found
 
 
 def end_of_thinking(spec: ThinkingSpec | None, output: Int32s) -> int | None:

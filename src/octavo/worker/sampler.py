@@ -60,6 +60,7 @@ class SamplingBatch:
     edited: list[EditedRow] = field(default_factory=list)  # in order of their index
     num_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many most likely tokens
     num_candidates: list[int] = field(default_factory=list)  # of each expanded row
+    renormalises: bool = False  # expanded rows, behind edits and masks
 
     @property
     def owners(self) -> Int64s | None:
@@ -318,7 +319,8 @@ class Sampler:
             if words is not None and batch.mask_places is not None:
                 masked = _masked(batch.mask_places[first : first + len(part)], words)
             if edits or masked is not None:
-                found.append(best_of(self.vocabulary.gather(part), number, edits, masked))
+                whole = self.vocabulary.gather(part)
+                found.append(best_of(whole, number, edits, masked, batch.renormalises))
             else:
                 found.append(self._best(part, number))
         if len(found) == 1:
@@ -354,14 +356,16 @@ def best_of(
     number: int,
     edits: Sequence[EditedRow] = (),
     masked: tuple[Tensor, Tensor] | None = None,
+    renormalises: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of each row's best next tokens, best first: [num_rows, number].
 
-    As in transformers' beam search, edits and masks act on log-probabilities, without
-    renormalising. Those of a row that is not finite are all NaN, which no mask hides.
+    As in transformers' beam search, edits and masks act on log-probabilities. Those of a row that
+    is not finite are all NaN, which no mask hides.
 
     Args:
         masked: indices of rows that have masks, int64 [n], and their masks, int32 [n, num_words].
+        renormalises: whether the results are log-probabilities again.
     """
     scores = logits.float().log_softmax(dim=-1)
     edit_logits(scores, edits)
@@ -370,6 +374,8 @@ def best_of(
         own = scores[rows]
         is_out = ~unpacked(words, scores.shape[1]) & ~own.isnan()
         scores[rows] = own.masked_fill_(is_out, -torch.inf)
+    if renormalises:
+        scores = scores.log_softmax(dim=-1)
     best = scores.topk(number, dim=-1)
     return best.values, best.indices
 

@@ -196,6 +196,11 @@ class _Recorder:
         return tensor
 
     def _project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        if x.shape[-1] != linear.in_features:
+            raise Unserved(
+                f"{self._paths[linear]} takes {linear.in_features} features and is given "
+                f"{x.shape[-1]}: sizes in config.json do not fit together"
+            )
         self.found.linears.setdefault(linear, []).append(self._keep(x))
         self._width += linear.out_features
         # As a merged projection returns it: a part of longer rows.
@@ -259,6 +264,8 @@ class _Recorder:
             raise Unserved(
                 f"{path} attends from {num_tokens} tokens to {num_keys} in a step of {NUM_TOKENS}"
             )
+        if num_heads % num_kv_heads:
+            raise Unserved(f"{path} has {num_heads} query heads for {num_kv_heads} KV heads")
         key_id, rotation = self._rotations.get(id(query), (None, None))
         scale = arguments.get("scaling")
         self.found.calls.append(

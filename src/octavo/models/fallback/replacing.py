@@ -129,8 +129,10 @@ class Rotary(nn.Module):
             longest: how many positions there are.
         """
         super().__init__()
-        for name, value in vars(rotary).items():  # its settings, which models ask it for
-            if not name.startswith("_"):
+        for name, value in list(vars(rotary).items()):  # its settings, which models ask it for
+            if isinstance(value, Tensor) and value.is_meta:
+                delattr(rotary, name)  # frequencies that it kept when the model was recorded
+            elif not name.startswith("_"):
                 setattr(self, name, value)
         positions = torch.arange(longest).unsqueeze(0)
         rows = torch.empty(1, 1, 1).expand(1, longest, 1)  # for its dtype, device and length

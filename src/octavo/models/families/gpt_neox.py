@@ -32,11 +32,15 @@ WEIGHTS = WeightNames(
 def read(config: Fields) -> ModelDescription:
     """From config.json of a GPTNeoXForCausalLM."""
     config.refuse("num_key_value_heads", None)
-    older_names = {
-        "partial_rotary_factor": config.number("rotary_pct", 0.25),
-        "rope_theta": config.number("rotary_emb_base", 10000.0),
-    }
-    config = config.with_defaults(older_names)
+    # The family's own names; what others call the same has no effect beside them.
+    for own, other, default in (
+        ("rotary_pct", "partial_rotary_factor", 0.25),
+        ("rotary_emb_base", "rope_theta", 10000.0),
+    ):
+        value = config.number(own, default)
+        if config.get(other, value) != value:
+            raise config.error(other, f"this family calls it {own}, which is {value:g}")
+        config = Fields(config.where, config.values | {other: value})
     hidden = config.count("hidden_size")
     bias = config.flag("attention_bias", True)
     is_parallel = config.flag("use_parallel_residual", True)

@@ -35,6 +35,8 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a GPTJForCausalLM."""
     hidden = config.count(config.either("n_embd", "hidden_size"), 4096)
     heads = config.count(config.either("n_head", "num_attention_heads"), 16)
+    if config.values.get("rotary_dim", 64) is None:
+        raise config.error("rotary_dim", "octavo needs the number of elements that are rotated")
     rotary_dim = config.count("rotary_dim", 64, limit=divided_head_dim(config, hidden, heads))
     if rotary_dim % 2:
         raise config.error("rotary_dim", "it must be even")

@@ -26,6 +26,9 @@ def read(config: Fields) -> ModelDescription:
     default = periodic_layer_types(read_num_layers(config), 4)
     windows = read_windows(config, default, read_window(config))
     positions = config.count("max_position_embeddings")
+    if config.get("rope_parameters", None) is None:
+        # Which other base layers with windows have depends on the version of transformers.
+        config.refuse("rope_theta", 5e5)
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(
         config,

@@ -23,10 +23,11 @@ from octavo.routing import Scoring
 def read(config: Fields) -> ModelDescription:
     """From config.json of a PhimoeForCausalLM."""
     num_layers = read_num_layers(config)
+    config.refuse("num_experts_per_tok", 2)  # SparseMixer chooses two, whatever it says
     experts = read_experts(
         config,
         num_experts=config.count("num_local_experts", 16, MAX_EXPERTS),
-        top_k=config.count("num_experts_per_tok", 2, 2),
+        top_k=2,
         intermediate_size=config.count("intermediate_size"),
         scoring=Scoring.SPARSEMIXER,
         jitter=config.number("router_jitter_noise", 0.01),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
 from octavo.layers.config import (
     Activation,
@@ -87,6 +87,7 @@ def read_t5(config: Fields, tied: bool, is_scaled: bool) -> ModelDescription:
     hidden, heads = config.count("d_model", 512), config.count("num_heads", 8)
     num_layers = config.count("num_layers", 6, MAX_LAYERS)
     kind, activation = config.choice("feed_forward_proj", FEED_FORWARDS, "relu")
+    _check_feed_forward(config, kind)
     attention = AttentionConfig(
         hidden_size=hidden,
         num_heads=heads,
@@ -124,6 +125,15 @@ def read_t5(config: Fields, tied: bool, is_scaled: bool) -> ModelDescription:
         final_norm=replace(norm, multiplier=hidden**-0.5) if is_scaled else norm,
         tied_embeddings=tied,
     )
+
+
+def _check_feed_forward(config: Fields, kind: MLPKind) -> None:
+    """Raise ModelError if the two fields that follow from feed_forward_proj say something else."""
+    name = config.get("feed_forward_proj", "relu")
+    activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    for field, value in (("is_gated_act", kind == "gated"), ("dense_act_fn", activation)):
+        if config.get(field, value) != value:
+            raise config.error(field, f"feed_forward_proj ({name}) means {shown(value)}")
 
 
 def _read_bias(config: Fields, num_heads: int) -> RelativeBiasConfig:

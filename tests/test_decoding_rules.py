@@ -1,0 +1,109 @@
+"""What generation_config.json of a decoder demands is done as in transformers' generate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model_zoo
+from octavo import LLM, SamplingParams
+from octavo.config import ModelImpl
+from octavo.errors import ModelError
+from octavo.models.registry import read_model_config
+
+NAME = "llama"
+NUM_TOKENS = 12
+PROMPT = model_zoo.random_token_ids(9)
+
+
+def generated(prompt: list[int], **rules: Any) -> list[int]:
+    """transformers' greedy tokens, and none behind an end token."""
+    model = model_zoo.reference_model(NAME)
+    given = {"eos_token_id": None, "pad_token_id": 2, "max_new_tokens": NUM_TOKENS, **rules}
+    with torch.inference_mode():
+        [tokens] = model.generate(torch.tensor([prompt]), do_sample=False, **given)
+    found: list[int] = tokens[len(prompt) :].tolist()
+    return found
+
+
+def directory_with(rules: dict[str, Any], directory: Path) -> Path:
+    for path in model_zoo.model_directory(NAME).iterdir():
+        if path.name != "generation_config.json":
+            (directory / path.name).symlink_to(path)
+    (directory / "generation_config.json").write_text(json.dumps(rules))
+    return directory
+
+
+def served(directory: Path, prompts: list[list[int]], impl: ModelImpl, **given: Any) -> Any:
+    with LLM(directory, num_blocks=64, block_size=8, max_num_seqs=4, model_impl=impl) as llm:
+        defaults = llm.engine.model_config.sampling_defaults
+        params = SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, **defaults, **given})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [each.outputs[0].token_ids for each in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    """Tokens without rules, of which bad words are made."""
+    return generated(PROMPT)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("ngram", "word", "words", "word from the prompt", "suppressed", "first", "last"),
+        *("penalty", "ends"),
+    ],
+)
+def test_greedy_tokens_equal_those_of_generate(
+    kind: str, impl: ModelImpl, plain: list[int], tmp_path: Path
+) -> None:
+    # The third has half of the vocabulary, so that an output without its tokens is another one.
+    prompts = [PROMPT, PROMPT[:1], [*range(4, 164)]]
+    rules: dict[str, Any] = {
+        "ngram": {"no_repeat_ngram_size": 1},
+        "word": {"bad_words_ids": [[plain[1]]]},
+        "words": {"bad_words_ids": [plain[2:4], [plain[0], 7]]},
+        "word from the prompt": {"bad_words_ids": [[*PROMPT[-2:], plain[0]]]},
+        "suppressed": {"suppress_tokens": [plain[0], plain[3]]},
+        "first": {"forced_bos_token_id": 9},
+        "last": {"forced_eos_token_id": 9},
+        "penalty": {"repetition_penalty": 1.7},
+        "ends": {"eos_token_id": [plain[4], plain[6]]},
+    }[kind]
+    wants = [generated(prompt, **rules) for prompt in prompts]
+    assert wants != [generated(prompt) for prompt in prompts], "the rule changes nothing"
+    got = served(directory_with(rules, tmp_path), prompts, impl)
+    for tokens, want in zip(got, wants, strict=True):
+        assert tokens == want[: len(tokens)]
+        ends = rules.get("eos_token_id", [model_zoo.EOS_ID])
+        number = next((i + 1 for i, token in enumerate(want) if token in ends), NUM_TOKENS)
+        assert len(tokens) == number
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"begin_suppress_tokens": [5]},
+        {"sequence_bias": [[[5], 1.0]]},
+        {"exponential_decay_length_penalty": [3, 1.1]},
+        {"guidance_scale": 1.5},
+        {"encoder_repetition_penalty": 1.2},
+        {"stop_strings": ["."]},
+        {"token_healing": True},
+        {"do_sample": True, "typical_p": 0.9},
+        {"do_sample": True, "eta_cutoff": 0.1},
+        {"suppress_tokens": [320]},
+        {"repetition_penalty": -1.0},
+    ],
+    ids=str,
+)
+def test_what_octavo_lacks_is_refused_by_name(rules: dict[str, Any], tmp_path: Path) -> None:
+    name = [*rules][-1]
+    with pytest.raises(ModelError, match=rf"generation_config.json: {name}"):
+        read_model_config(directory_with(rules, tmp_path))
