@@ -93,7 +93,8 @@ class Drawer(ABC):
     """A device's routines that draw tokens. What `stage` returns is known to the device alone."""
 
     def room_for_masks(self, num_masks: int, num_words: int) -> Words:
-        """Memory in which `take_masks` likes to find the next step's masks, [num_masks, num_words]."""
+        """Memory for the next step's masks, [num_masks, num_words]; `take_masks` takes any, but
+        may have to copy it."""
         return np.empty((num_masks, num_words), np.int32)
 
     @abstractmethod

@@ -37,7 +37,7 @@ class CudaDrawer(Drawer):
         self._room: Words | None = None  # for the next step's
 
     def room_for_masks(self, num_masks: int, num_words: int) -> Words:
-        """See Drawer.room_for_masks: where the upload starts, so that they are not copied before."""
+        """See Drawer.room_for_masks: where their upload begins, so that they need no copy."""
         self._uploads.begin()
         room = self._uploads.room("masks", num_masks * num_words)
         self._room = room.reshape(num_masks, num_words)
