@@ -186,7 +186,10 @@ def test_draws_wait_for_slow_masks_and_stay_in_the_thread_that_submits_steps(
             prompt(7, 6),
             SamplingParams(seed=6, max_tokens=24, structured=REGEX, presence_penalty=1.0),
         ),
-        (prompt(8, 7), SamplingParams(seed=7, max_tokens=20, allowed_token_ids=[9, 10], min_tokens=4)),
+        (
+            prompt(8, 7),
+            SamplingParams(seed=7, max_tokens=20, allowed_token_ids=[9, 10], min_tokens=4),
+        ),
         (prompt(3, 9), BeamSearchParams(3, max_tokens=8, structured={"regex": "[xyz]{2,9}"})),
     ]
     with engines() as (overlapped, plain):
