@@ -92,7 +92,8 @@ class Picker(CpuDrawer):
         place = (turned != 0).argmax(axis=1)
         word = turned[np.arange(len(turned)), place].astype(np.int64)
         bit = np.log2(word & -word).astype(np.int64)
-        return 32 * ((place + shift) % words.shape[1]) + bit
+        token_ids: NDArray[np.int64] = 32 * ((place + shift) % words.shape[1]) + bit
+        return token_ids
 
 
 class Kept:

@@ -26,6 +26,7 @@ from octavo.ops import load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
+from octavo.structured.output import StructuredOutput
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
@@ -39,6 +40,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 REGEX = {"regex": "[a-f]{4,20}"}
+BEAMS = StructuredOutput(regex="[xyz]{2,9}")
 
 
 class Drawer(CpuDrawer):
@@ -160,7 +162,8 @@ def run(engine: Engine, asks: list[tuple[list[int], Any]]) -> list[RequestOutput
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return model_zoo.random_token_ids(length, seed=seed)
+    token_ids: list[int] = model_zoo.random_token_ids(length, seed=seed)
+    return token_ids
 
 
 def test_draws_wait_for_slow_masks_and_stay_in_the_thread_that_submits_steps(
@@ -190,7 +193,7 @@ def test_draws_wait_for_slow_masks_and_stay_in_the_thread_that_submits_steps(
             prompt(8, 7),
             SamplingParams(seed=7, max_tokens=20, allowed_token_ids=[9, 10], min_tokens=4),
         ),
-        (prompt(3, 9), BeamSearchParams(3, max_tokens=8, structured={"regex": "[xyz]{2,9}"})),
+        (prompt(3, 9), BeamSearchParams(3, max_tokens=8, structured=BEAMS)),
     ]
     with engines() as (overlapped, plain):
         got, wanted = run(overlapped, asks), run(plain, asks)
