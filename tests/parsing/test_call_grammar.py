@@ -86,7 +86,7 @@ class World:
         text = said
         assert constraint.accept(self.tokenizer.encode(said)) == ""
         for _ in range(MAX_TOKENS):
-            filled = self.library.fill([constraint], words)
+            filled = self.library.fill([constraint], [0], words).result()
             assert filled.errors == [""]
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self.size]
             allowed = np.flatnonzero(bits).tolist()

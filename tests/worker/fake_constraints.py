@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,23 @@ class Rising:
         return Rising(list(self.tokens))
 
 
+class RisingFilling(NamedTuple):
+    """See Filling. Masks are written when they are asked for, so that whoever uses them before does
+    not find them."""
+
+    constraints: Sequence[Rising]
+    places: Sequence[int]
+    words: Words
+    vocab_size: int
+
+    def result(self) -> Filled:
+        for constraint, place in zip(self.constraints, self.places, strict=True):
+            least = constraint.tokens[-1] + 1 if constraint.tokens else 1
+            self.words[place] = words_of(range(least, self.vocab_size), self.vocab_size)
+        is_accepting = np.array([len(each.tokens) >= 3 for each in self.constraints])
+        return Filled(is_accepting, [""] * len(self.constraints))
+
+
 class RisingLibrary:
     """See ConstraintLibrary: an output may end after three tokens, and must after the last one."""
 
@@ -46,12 +64,13 @@ class RisingLibrary:
             raise InvalidRequest(grammar.field, "it is bad")
         return Rising([])
 
-    def fill(self, constraints: Sequence[Rising], words: Words) -> Filled:
-        for constraint, mask in zip(constraints, words, strict=True):
-            least = constraint.tokens[-1] + 1 if constraint.tokens else 1
-            mask[:] = words_of(range(least, self.vocab_size), self.vocab_size)
-        is_accepting = np.array([len(each.tokens) >= 3 for each in constraints])
-        return Filled(is_accepting, [""] * len(constraints))
+    def fill(
+        self, constraints: Sequence[Rising], places: Sequence[int], words: Words
+    ) -> RisingFilling:
+        return RisingFilling(constraints, places, words, self.vocab_size)
+
+    def shutdown(self) -> None:
+        pass
 
 
 def rising_masks(num_rows: int, vocab_size: int) -> RowMasks:

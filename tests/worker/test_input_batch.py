@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.step import Fork, Grammar, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.ops import HostStaging
-from octavo.structured.constraint import words_of
+from octavo.structured.constraint import num_words, words_of
 from octavo.worker.block_tables import BlockTables
 from octavo.worker.input_batch import InputBatch
 from worker.fake_constraints import no_grammars, rising_masks
@@ -236,7 +236,8 @@ def check_sampling(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     assert [i for i, place in enumerate(places) if place >= 0] == early
     masked = batch.masked_rows(ending)
     assert [each.logits_row for each in masked] == early
-    masks = batch.fill_masks(masked)
+    room = np.empty((len(masked), num_words(VOCAB_SIZE)), np.int32)
+    masks = batch.start_masks(masked, room).result()
     assert not masks.errors
     for each, words in zip(masked, masks.words, strict=True):
         row = rows[each.logits_row]

@@ -23,8 +23,10 @@ def fill(masks: RowMasks, texts: dict[int, tuple[Sequence[int], Sequence[int]]])
         MaskedRow(index, row, len(prompt) + len(output), len(prompt))
         for index, (row, (prompt, output)) in enumerate(texts.items())
     ]
-    tokens = [np.array([*prompt, *output], np.int32) for prompt, output in texts.values()]
-    return masks.fill(rows, tokens)
+    token_ids = np.zeros((1 + max(texts), max(row.num_tokens for row in rows)), np.int32)
+    for row, (prompt, output) in texts.items():
+        token_ids[row, : len(prompt) + len(output)] = [*prompt, *output]
+    return masks.start(rows, token_ids, np.empty((len(rows), num_words(SIZE)), np.int32)).result()
 
 
 def tokens_of(words: np.ndarray) -> list[int]:

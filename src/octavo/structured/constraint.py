@@ -38,6 +38,14 @@ class Filled(NamedTuple):
     errors: list[str]  # "", or why nothing can be said of what may follow
 
 
+class Filling(Protocol):
+    """Masks that are being computed. Until `result` has returned, neither the constraints nor the
+    words may be touched."""
+
+    def result(self) -> Filled:
+        """Wait for the masks, once; raises what went wrong."""
+
+
 class ConstraintLibrary(Protocol):
     """Owns a model's vocabulary in the form that its constraints need."""
 
@@ -52,14 +60,18 @@ class ConstraintLibrary(Protocol):
         process. Raises InvalidRequest if the grammar cannot be enforced.
         """
 
-    def fill(self, constraints: Sequence[Any], words: Words) -> Filled:
-        """Write which tokens may come next, in threads, without the GIL.
+    def fill(self, constraints: Sequence[Any], places: Sequence[int], words: Words) -> Filling:
+        """Start to write which tokens may come next, in threads, without the GIL.
 
         Args:
-            constraints: this library's own, different objects.
-            words: [len(constraints), num_words(vocab_size)], contiguous; overwritten. End tokens
-                are not among the tokens of a mask.
+            constraints: this library's own, different objects, at least one.
+            places: for each of them the row of `words` that becomes its mask.
+            words: [num_rows, num_words(vocab_size)], contiguous; other rows are left as they are.
+                End tokens are not among the tokens of a mask.
         """
+
+    def shutdown(self) -> None:
+        """End the threads. A second call does nothing, nor does one where none was started."""
 
 
 def num_words(vocab_size: int) -> int:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.step import Grammar
 from octavo.errors import InvalidRequest
@@ -62,6 +64,37 @@ class GuidanceConstraint:
         return GuidanceConstraint(self.matcher.deep_copy(), self.lock_id)
 
 
+class GuidanceFilling(NamedTuple):
+    """See Filling."""
+
+    computed: Future[None]
+    constraints: Sequence[GuidanceConstraint]
+    places: NDArray[np.int64]
+    masks: Words  # the library's
+    words: Words  # the caller's, perhaps the same
+    end_ids: Sequence[int]
+    vocab_size: int
+
+    def result(self) -> Filled:
+        self.computed.result()
+        masks, words, places = self.masks, self.words, self.places
+        unsigned = masks.view(np.uint32)
+        end = self.end_ids[0]
+        accepts = (unsigned[places, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
+        for token_id in self.end_ids:
+            unsigned[places, token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
+        if masks is not words:
+            words[places] = masks[places, : words.shape[1]]
+        beyond = self.vocab_size % WORD_BITS
+        if beyond:
+            words.view(np.uint32)[places, -1] &= np.uint32((1 << beyond) - 1)
+        errors = [
+            _message(each.matcher.get_error()) if each.matcher.is_error() else ""
+            for each in self.constraints
+        ]
+        return Filled(accepts.astype(np.bool_), errors)
+
+
 @dataclass(slots=True)
 class _Compiled:
     """A grammar, as often as it was compiled."""
@@ -101,6 +134,7 @@ class Guidance:
         self._loading = Lock()
         self._tokenizer: Any = None
         self._executor: Any = None
+        self._thread: ThreadPoolExecutor | None = None  # that waits for the library's own threads
         self._num_words = 0  # of the library's masks; the tokenizer may have more than the model
         self._end_ids: list[int] = []  # that stand for the end of the output in them
 
@@ -134,33 +168,39 @@ class Guidance:
         if reason:
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 
-    def fill(self, constraints: Sequence[GuidanceConstraint], words: Words) -> Filled:
-        # Each thread takes neighbours, which should not be in the way of other threads.
-        order = sorted(range(len(constraints)), key=lambda i: constraints[i].lock_id)
-        matchers = [constraints[i].matcher for i in order]
-        masks = np.empty((len(matchers), self._num_words), np.int32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher, place) for place, matcher in enumerate(matchers)],
-            masks.ctypes.data,
-            4 * self._num_words,
-            len(matchers),
+    def fill(
+        self, constraints: Sequence[GuidanceConstraint], places: Sequence[int], words: Words
+    ) -> GuidanceFilling:
+        """See ConstraintLibrary.fill.
+
+        The thread does nothing but call the library, which needs no GIL. If it had to take the
+        GIL again, it could wait for as long as the interpreter's switch interval (5 ms).
+        """
+        assert self._thread is not None, "a grammar was compiled"
+        # Each of the library's threads takes neighbours, which should not be in the way of others.
+        order = sorted(zip(constraints, places, strict=True), key=lambda pair: pair[0].lock_id)
+        pairs = [(constraint.matcher, place) for constraint, place in order]
+        # The tokenizer may have more tokens than the model: then masks are cut.
+        fits = words.shape[1] == self._num_words
+        masks = words if fits else np.empty((len(words), self._num_words), np.int32)
+        has_begun = Event()
+
+        def compute() -> None:
+            has_begun.set()
+            self._executor.unsafe_compute_mask_ptr(
+                pairs, masks.ctypes.data, masks.strides[0], len(masks)
+            )
+
+        future = self._thread.submit(compute)
+        has_begun.wait()  # without the GIL, which the thread needs to begin
+        return GuidanceFilling(
+            future, constraints, np.array(places), masks, words, self._end_ids, self._vocab_size
         )
-        unsigned = masks.view(np.uint32)
-        end = self._end_ids[0]
-        accepts = (unsigned[:, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
-        for token_id in self._end_ids:
-            unsigned[:, token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
-        words[order] = masks[:, : words.shape[1]]
-        beyond = self._vocab_size % WORD_BITS
-        if beyond:
-            words.view(np.uint32)[:, -1] &= np.uint32((1 << beyond) - 1)
-        is_accepting = np.empty(len(matchers), np.bool_)
-        is_accepting[order] = accepts.astype(np.bool_)
-        errors = [
-            _message(each.matcher.get_error()) if each.matcher.is_error() else ""
-            for each in constraints
-        ]
-        return Filled(is_accepting, errors)
+
+    def shutdown(self) -> None:
+        """See ConstraintLibrary.shutdown."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def load(self, field: str = "structured") -> None:
         """Read the vocabulary, which takes up to a second; nothing happens the second time.
@@ -194,6 +234,7 @@ class Guidance:
             self._num_words = num_words(tokenizer.vocab_size)
             self._end_ids = tokenizer.eos_tokens
             self._executor = LLExecutor(self._num_threads)
+            self._thread = ThreadPoolExecutor(1, "masks")
             self._tokenizer = tokenizer
 
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
@@ -248,8 +289,8 @@ def constraint_library(
     path: Path, vocab_size: int, eos_ids: Sequence[int], num_sharers: int = 1
 ) -> Guidance:
     """What enforces grammars for a model, with the CPUs of this machine, which `num_sharers`
-    processes share; see Guidance."""
-    num_threads = max(1, min(MAX_THREADS, num_cpus() // num_sharers))
+    processes share, except one for the steps that are prepared meanwhile; see Guidance."""
+    num_threads = max(1, min(MAX_THREADS, num_cpus() // num_sharers - 1))
     return Guidance(path, vocab_size, eos_ids, num_threads)
 
 

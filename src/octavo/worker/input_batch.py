@@ -13,11 +13,12 @@ from torch import Tensor
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
+from octavo.structured.constraint import Words
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits, is_forced
 from octavo.worker.row_masks import (
     MaskedRow,
-    Masks,
+    PendingMasks,
     RowMasks,
     has_first_masks,
     has_mask,
@@ -273,15 +274,22 @@ class InputBatch:
         """Those of the sequences that need masks, in the order of SamplingBatch.mask_places."""
         rows = self.rows_of(seq_ids)
         state = self._rows.take(rows)
-        return [
-            MaskedRow(index, int(rows[index]), *self._lengths(state, index))
-            for index in self._masked_indices(rows, state).tolist()
-        ]
+        indices = self._masked_indices(rows, state)
+        of_rows = rows, state["num_tokens"], state["num_prompt"]
+        columns = [indices.tolist(), *(values[indices].tolist() for values in of_rows)]
+        return list(map(MaskedRow._make, zip(*columns, strict=True)))
 
-    def fill_masks(self, masked: Sequence[MaskedRow]) -> Masks:
-        """The masks of these rows' next tokens. The tokens before them are known."""
-        texts = [self._token_ids[each.row, : each.num_tokens] for each in masked]
-        return self._masks.fill(masked, texts)
+    def has_compiled(self, masked: Sequence[MaskedRow]) -> bool:
+        """Whether `start_masks` has no grammars to wait for."""
+        return self._masks.has_compiled(masked)
+
+    def start_masks(self, masked: Sequence[MaskedRow], words: Words) -> PendingMasks:
+        """See RowMasks.start. The tokens before these are known."""
+        return self._masks.start(masked, self._token_ids, words)
+
+    def shutdown(self) -> None:
+        """End what runs beside the batch; it is not used any more."""
+        self._masks.shutdown()
 
     def with_texts(self, seq_ids: Sequence[int], edited: Sequence[EditedRow]) -> list[EditedRow]:
         """The rows of `seq_ids` to be edited, with tokens that have become known since."""

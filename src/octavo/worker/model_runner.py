@@ -39,7 +39,7 @@ from octavo.ops import (
 )
 from octavo.ops.communicator import Communicator
 from octavo.ops.vocabulary import VocabularyShard
-from octavo.structured.constraint import ConstraintLibrary, Words
+from octavo.structured.constraint import ConstraintLibrary, Words, num_words
 from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.base import Device, Moment
@@ -47,7 +47,7 @@ from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_reading import NOTHING, not_finite, read_prompts
-from octavo.worker.row_masks import MaskedRow, RowMasks
+from octavo.worker.row_masks import MaskedRow, PendingMasks, RowMasks
 from octavo.worker.sampler import (
     Choice,
     DrawMode,
@@ -184,8 +184,8 @@ class ModelRunner:
         """Start a step; see Executor.submit."""
         device, batch, staging = self._device, self._batch, self._staging
         previous = self._under_way
-        if previous is not None and previous.followed_by is not None:
-            previous.result()  # the tokens of the step after it are not drawn yet
+        if previous is not None:
+            previous.finish_draw()  # what this step changes may matter to it
         with torch.inference_mode(), device.computing:
             batch.apply(plan)
             staging.begin()
@@ -201,7 +201,11 @@ class ModelRunner:
             if plan.encoded:
                 self._encode(plan.encoded)
             step = StepInFlight(plan, batch, started, swapped)
-            hidden = None
+            awaits_tokens = batch.awaits_tokens(plan)
+            masked = [] if staged is None else staged.masked
+            hidden = masks = None
+            if masked and not awaits_tokens and batch.has_compiled(masked):
+                masks = self._start_masks(masked)  # while the host or the device computes
             if staged is not None:
                 if staged.captured is None:
                     hidden = self._forward(staged)
@@ -212,18 +216,22 @@ class ModelRunner:
                 )
                 if self._model.num_hit_experts is not None:
                     step.num_hit_experts = device.to_host(self._model.num_hit_experts)
-            awaits_tokens = batch.awaits_tokens(plan)
             step.drawn = batch.advance(plan)
+            draw = partial(self._start_draw, step, staged, hidden, masks)
             if awaits_tokens:
                 assert previous is not None, "it draws these tokens"
-                previous.follow(partial(self._draw, step, staged, hidden))
+                previous.follow(draw)
             else:
-                self._draw(step, staged, hidden)
+                draw()
             if device.is_asynchronous:
                 self._under_way = step
             else:
                 step.result()
         return step
+
+    def shutdown(self) -> None:
+        """End what runs beside the steps. Nothing is submitted any more."""
+        self._batch.shutdown()
 
     # ---------------------------------------------------------------- inputs
 
@@ -335,16 +343,48 @@ class ModelRunner:
             staged.input_ids, staged.positions, self._backend, staged.logits_indices
         )
 
-    def _draw(self, step: StepInFlight, staged: StagedStep | None, hidden: Tensor | None) -> None:
-        """Start to draw the step's tokens; those before them are known, if they matter."""
+    def _start_masks(self, masked: Sequence[MaskedRow]) -> PendingMasks:
+        """Start to fill the step's masks; the tokens before those to be drawn are known."""
+        sampler = self._sampler
+        size = len(masked), num_words(sampler.vocabulary.size)
+        return self._batch.start_masks(masked, sampler.drawer.room_for_masks(*size))
+
+    def _start_draw(
+        self,
+        step: StepInFlight,
+        staged: StagedStep | None,
+        hidden: Tensor | None,
+        masks: PendingMasks | None,
+    ) -> None:
+        """Draw the step's tokens; those before them are known, if they matter.
+
+        While a library computes masks, the host has other things to do: the tokens are then drawn
+        by `step.finish_draw`, in the thread that submits steps.
+
+        masks: of the step, if they were started before.
+        """
+        if masks is None and staged is not None and staged.masked:
+            masks = self._start_masks(staged.masked)
+        step.draw = partial(self._draw, step, staged, hidden, masks)
+        if masks is None or not masks.computes:
+            step.finish_draw()
+
+    def _draw(
+        self,
+        step: StepInFlight,
+        staged: StagedStep | None,
+        hidden: Tensor | None,
+        masks: PendingMasks | None,
+    ) -> None:
+        """Start to draw the step's tokens by their masks, if they have some."""
         device, batch, plan = self._device, self._batch, step.plan
         with torch.inference_mode(), device.computing:
             choice = Choice.nothing(device.torch_device)
             if staged is not None and staged.sampling is not None:
                 assert hidden is not None, "the step has computed something"
                 words, sampling = None, staged.sampling
-                if staged.masked:
-                    words, errors = batch.fill_masks(staged.masked)
+                if masks is not None:
+                    words, errors = masks.result()
                     ids = plan.ending
                     step.errors = {ids[index]: error for index, error in errors.items()}
                 if sampling.batch.edited:
@@ -476,6 +516,7 @@ class StepInFlight:
         self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
         self.drawn: Drawn | None = None
         self.num_hit_experts: Tensor | None = None  # so far, in all steps
+        self.draw: Callable[[], None] | None = None  # what is left of it
         # Once its tokens are drawn:
         self.choice: Choice | None = None
         self.ended: Moment | None = None
@@ -488,6 +529,12 @@ class StepInFlight:
         """Call `draw` as soon as this step's tokens are known: those of the next depend on them."""
         self.followed_by = draw
 
+    def finish_draw(self) -> None:
+        """Start to draw the tokens, if only masks were missing."""
+        draw, self.draw = self.draw, None
+        if draw is not None:
+            draw()
+
     def result(self) -> StepResult:
         """Wait for the device; the rows learn what was drawn."""
         if self._result is None:
@@ -495,6 +542,7 @@ class StepInFlight:
         return self._result
 
     def _collect(self) -> StepResult:
+        self.finish_draw()
         plan, choice, drawn, ended = self.plan, self.choice, self.drawn, self.ended
         assert choice is not None, "results are asked for in the order of the steps"
         assert ended is not None, "it is set with the choice"

@@ -78,6 +78,14 @@ class Masks(NamedTuple):
     errors: dict[int, RequestFailed]  # by index in the logits
 
 
+class PendingMasks(NamedTuple):
+    """Masks of which a library may still compute those of grammars. Until `result` is called, their
+    rows must not change."""
+
+    computes: bool
+    result: Callable[[], Masks]  # waits, once; raises what went wrong
+
+
 @dataclass(slots=True)
 class _State:
     """What a row's masks are made of."""
@@ -87,6 +95,14 @@ class _State:
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
     num_accepted: int = 0  # output tokens
+
+    @property
+    def is_grammar_alone(self) -> bool:
+        """Whether the grammar's mask is the row's."""
+        spec = self.spec
+        words = spec.bad_words or spec.bad_sequences or spec.no_repeat_ngram_size
+        rules = words or spec.thinking or spec.forced_tokens or spec.min_tokens
+        return not (rules or self.compiled is None or self.allowed is not None)
 
 
 class RowMasks:
@@ -153,106 +169,137 @@ class RowMasks:
             self._compiling = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
         return self._library, self._compiling
 
+    def shutdown(self) -> None:
+        """End the threads. No row may be opened or filled any more."""
+        if self._compiling is not None and self._library is not None:
+            self._compiling.shutdown(cancel_futures=True)
+            self._library.shutdown()
+
     # ---------------------------------------------------------------- masks
 
-    def fill(self, rows: Sequence[MaskedRow], texts: Sequence[Int32s]) -> Masks:
-        """The masks of the next tokens of rows with these tokens."""
-        outputs = [t[row.num_prompt_tokens :] for row, t in zip(rows, texts, strict=True)]
-        words = np.empty((len(rows), self._num_words), np.int32)
-        words[:] = self._all
+    def has_compiled(self, rows: Sequence[MaskedRow]) -> bool:
+        """Whether `start` has no grammars to wait for."""
+        compiled = (self._state(row).compiled for row in rows)
+        return all(each is None or each.done() for each in compiled)
+
+    def start(self, rows: Sequence[MaskedRow], token_ids: Int32s, words: Words) -> PendingMasks:
+        """Start to fill the masks of the next tokens of rows.
+
+        Args:
+            rows: whose tokens so far are known.
+            token_ids: [num_rows, ...]: those tokens, by row.
+            words: [len(rows), num_words]: memory for the masks, contiguous.
+        """
         states = [self._state(row) for row in rows]
-        beginnings = [
-            t[row.num_prompt_tokens - state.spec.num_begun : row.num_prompt_tokens]
-            for row, t, state in zip(rows, texts, states, strict=True)
-        ]
-        reasons = self._fill_grammars(states, beginnings, outputs, words)
-        for place, (state, output) in enumerate(zip(states, outputs, strict=True)):
-            if state.allowed is not None:
-                words[place] &= state.allowed
-            if len(output) < state.spec.min_tokens:
-                has_grammar = state.spec.grammar is not None
-                _take_out(words[place], state.spec.end_token_ids, gives_way=has_grammar)
-            bad = endings(state.spec.bad_words, output)
-            bad += endings(state.spec.bad_sequences, texts[place])
-            if state.spec.no_repeat_ngram_size:
-                bad += repeating(texts[place], state.spec.no_repeat_ngram_size)
-            if bad:
-                _take_out(words[place], bad)
-            ending = end_of_thinking(state.spec.thinking, output)
-            if ending is not None:
-                words[place] = words_of([ending], self._vocab_size)
-            for number, token_id in state.spec.forced_tokens:
-                if number == len(output):
-                    words[place] = words_of([token_id], self._vocab_size)
-        for place in np.flatnonzero(~words.any(axis=1)).tolist():
-            reasons.setdefault(place, _nothing_left(states[place].spec, len(outputs[place])))
-        words[list(reasons)] = self._all
-        errors: dict[int, RequestFailed] = {
-            rows[place].logits_row: NoTokenLeft(reason) for place, reason in reasons.items()
-        }
-        return Masks(words, errors)
+        reasons: dict[int, str] = {}
+        places: list[int] = []
+        constraints: list[TokenConstraint] = []
+        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
+            constraint = None
+            if state.compiled is not None:
+                constraint = self._advanced(state, row, token_ids[row.row], place, reasons)
+            if constraint is None:
+                words[place] = self._all
+            else:
+                places.append(place)
+                constraints.append(constraint)
+        filling = None
+        if constraints:
+            assert self._library is not None, "a grammar was compiled"
+            filling = self._library.fill(constraints, places, words)
+
+        def result() -> Masks:
+            if filling is not None:
+                filled = filling.result()
+                for i in np.flatnonzero(filled.is_accepting).tolist():
+                    set_bits(words[places[i]], states[places[i]].spec.end_token_ids)
+                for place, reason in zip(places, filled.errors, strict=True):
+                    if reason:
+                        reasons[place] = f"the grammar cannot go on: {reason}"
+            return self._finish(rows, states, token_ids, words, reasons)
+
+        return PendingMasks(filling is not None, result)
 
     def _state(self, row: MaskedRow) -> _State:
         state = self._states[row.row]
         assert state is not None, f"row {row.row} has no mask"
         return state
 
-    def _fill_grammars(
-        self,
-        states: Sequence[_State],
-        beginnings: Sequence[Int32s],
-        outputs: Sequence[Int32s],
-        words: Words,
-    ) -> dict[int, str]:
-        """Fill the masks of rows with grammars. Returns what is wrong with some of them."""
-        reasons: dict[int, str] = {}
-        places: list[int] = []
-        constraints: list[TokenConstraint] = []
-        for place, (state, beginning, output) in enumerate(
-            zip(states, beginnings, outputs, strict=True)
-        ):
-            if state.compiled is None:
-                continue
-            reason = self._advance(state, beginning, output)
-            if reason:
-                reasons[place] = f"the grammar cannot go on: {reason}"
-            elif state.constraint is not None and state.num_accepted == len(output):
-                places.append(place)
-                constraints.append(state.constraint)
-            # Else the output has ended, and the row is computed once too often.
-        if not places:
-            return reasons
-        assert self._library is not None, "a grammar was compiled"
-        masks = np.empty((len(places), self._num_words), np.int32)
-        filled = self._library.fill(constraints, masks)
-        for i in np.flatnonzero(filled.is_accepting).tolist():
-            set_bits(masks[i], states[places[i]].spec.end_token_ids)
-        words[places] = masks
-        for place, reason in zip(places, filled.errors, strict=True):
-            if reason:
-                reasons[place] = f"the grammar cannot go on: {reason}"
-        return reasons
+    def _advanced(
+        self, state: _State, row: MaskedRow, text: Int32s, place: int, reasons: dict[int, str]
+    ) -> TokenConstraint | None:
+        """A row's constraint at the end of its output; None if the output has ended, and the row is
+        computed once too often, or where the output cannot be, which becomes the reason."""
+        reason = self._advance(state, row, text)
+        if reason:
+            reasons[place] = f"the grammar cannot go on: {reason}"
+        elif state.num_accepted == row.num_tokens - row.num_prompt_tokens:
+            return state.constraint
+        return None
 
-    def _advance(self, state: _State, beginning: Int32s, output: Int32s) -> str:
+    def _advance(self, state: _State, row: MaskedRow, text: Int32s) -> str:
         """Bring a row's constraint up to the end of its output, unless that has ended. Returns why
         it cannot be."""
+        num_prompt = row.num_prompt_tokens
         if state.constraint is None:
             assert state.compiled is not None, "the row has a grammar"
             try:
                 constraint = state.compiled.result().fork()
             except OctavoError as error:  # its checks were passed elsewhere
                 return str(error)
-            reason = constraint.accept(beginning.tolist()) if len(beginning) else ""
+            beginning = text[num_prompt - state.spec.num_begun : num_prompt].tolist()
+            reason = constraint.accept(beginning) if beginning else ""
             if reason:
                 return reason
             state.constraint = constraint
-        new = output[state.num_accepted :].tolist()
-        if not new or not set(state.spec.end_token_ids).isdisjoint(new):
+        new = text[num_prompt + state.num_accepted : row.num_tokens].tolist()
+        if not new or not set(new).isdisjoint(state.spec.end_token_ids):
             return ""
         reason = state.constraint.accept(new)
         if not reason:
-            state.num_accepted = len(output)
+            state.num_accepted += len(new)
         return reason
+
+    def _finish(
+        self,
+        rows: Sequence[MaskedRow],
+        states: Sequence[_State],
+        token_ids: Int32s,
+        words: Words,
+        reasons: dict[int, str],
+    ) -> Masks:
+        """The masks, once those of grammars are filled; `reasons`: why some cannot be."""
+        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
+            if not state.is_grammar_alone:
+                text = token_ids[row.row, : row.num_tokens]
+                self._apply_rules(words[place], state, text, row.num_prompt_tokens)
+        for place in np.flatnonzero(~words.any(axis=1)).tolist():
+            num_output = rows[place].num_tokens - rows[place].num_prompt_tokens
+            reasons.setdefault(place, _nothing_left(states[place].spec, num_output))
+        words[list(reasons)] = self._all
+        errors: dict[int, RequestFailed] = {
+            rows[place].logits_row: NoTokenLeft(reason) for place, reason in reasons.items()
+        }
+        return Masks(words, errors)
+
+    def _apply_rules(self, words: Words, state: _State, text: Int32s, num_prompt: int) -> None:
+        """Take out of a mask [num_words] what the row's other rules forbid."""
+        spec, output = state.spec, text[num_prompt:]
+        if state.allowed is not None:
+            words &= state.allowed
+        if len(output) < spec.min_tokens:
+            _take_out(words, spec.end_token_ids, gives_way=spec.grammar is not None)
+        bad = endings(spec.bad_words, output) + endings(spec.bad_sequences, text)
+        if spec.no_repeat_ngram_size:
+            bad += repeating(text, spec.no_repeat_ngram_size)
+        if bad:
+            _take_out(words, bad)
+        ending = end_of_thinking(spec.thinking, output)
+        if ending is not None:
+            words[:] = words_of([ending], self._vocab_size)
+        for number, token_id in spec.forced_tokens:
+            if number == len(output):
+                words[:] = words_of([token_id], self._vocab_size)
 
 
 def _take_out(words: Words, token_ids: Sequence[int], gives_way: bool = True) -> None:

@@ -93,6 +93,11 @@ _ROW_FIELDS = [each.name for each in fields(SamplingBatch)[1:9]]  # those with a
 class Drawer(ABC):
     """A device's routines that draw tokens. What `stage` returns is known to the device alone."""
 
+    def room_for_masks(self, num_masks: int, num_words: int) -> Words:
+        """Memory for the next step's masks, [num_masks, num_words]; `take_masks` takes any, but
+        may have to copy it."""
+        return np.empty((num_masks, num_words), np.int32)
+
     @abstractmethod
     def take_masks(self, words: Words) -> Tensor:
         """The masks of a step, [num_masks, num_words], for its draws, and where they are then."""

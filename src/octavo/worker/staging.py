@@ -92,14 +92,20 @@ class UploadStaging:
         if region is None:
             region = self._reserve(name, values.dtype, capacity)
         n = len(values)
-        assert n <= region.capacity, f"{name}: {n} values, but room for {region.capacity}"
-        region.hosts[self._current][:n] = values
-        if region.end > self._used:
-            self._used = region.end
+        self.room(name, n)[:] = values
         view = region.views.get(n)
         if view is None:
             view = region.views[n] = region.device[:n]
         return view
+
+    def room(self, name: str, length: int) -> NDArray[Any]:
+        """Where the host writes the first `length` values of `name`, which were put before, instead
+        of putting them; before the next flush, which takes them along."""
+        region = self._regions[name]
+        assert length <= region.capacity, f"{name}: {length} values, but room for {region.capacity}"
+        if region.end > self._used:
+            self._used = region.end
+        return region.hosts[self._current][:length]
 
     def padded(self, name: str, length: int) -> Tensor:
         """The first `length` values of `name`; those beyond the last `put` are older ones."""

@@ -127,6 +127,7 @@ class Worker:
         if not self._is_shut_down:
             self._is_shut_down = True
             self._device.moment().wait()
+            self.runner.shutdown()
             del self.runner
             self._device.release()
 

@@ -34,10 +34,18 @@ class CudaDrawer(Drawer):
         size = most * self._num_words
         self._uploads = UploadStaging(staging.device, most, 0, num_bytes=4 * size)
         self._masks = self._uploads.put("masks", np.zeros(size, np.int32), size).view(most, -1)
+        self._room: Words | None = None  # for the next step's
+
+    def room_for_masks(self, num_masks: int, num_words: int) -> Words:
+        """See Drawer.room_for_masks: where their upload begins, so that they need no copy."""
+        self._uploads.begin()
+        room = self._uploads.room("masks", num_masks * num_words)
+        self._room = room.reshape(num_masks, num_words)
+        return self._room
 
     def take_masks(self, words: Words) -> Tensor:
-        self._uploads.begin()
-        self._uploads.put("masks", words.ravel(), self._masks.numel())
+        if words is not self._room:
+            self.room_for_masks(*words.shape)[:] = words
         self._uploads.flush()
         return self._masks[: len(words)]
 
