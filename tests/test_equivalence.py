@@ -93,7 +93,7 @@ def run_alone(llm: LLM, preempt: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
 @pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])
-@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("block_size", [1, pytest.param(8, marks=pytest.mark.slow), 16, 32])
 def test_every_combination(name: str, block_size: int, preemption: str) -> None:
     """{chunked or not} x {cold, warm cache} x {alone, in a crowd} for each of the parameters."""
     for chunked, crowded in itertools.product([True, False], [True, False]):

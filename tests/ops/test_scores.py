@@ -85,7 +85,7 @@ def runs() -> Iterator[ParameterSet]:
             yield pytest.param(*values, marks=backend.marks, id="-".join(map(str, names)))
 
 
-@pytest.mark.parametrize(("backend", "device", "features", "dtype"), runs())
+@pytest.mark.parametrize(("backend", "device", "features", "dtype"), [*runs()])
 def test_scores_at_random_shapes(
     backend: str, device: str, features: tuple[str, ...], dtype: torch.dtype
 ) -> None:

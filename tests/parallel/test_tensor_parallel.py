@@ -105,8 +105,21 @@ def on_one_rank(name: str, size: int) -> list[RequestOutput]:
         return run_all(llm)
 
 
-@pytest.mark.parametrize("name", model_zoo.NAMES)
-@pytest.mark.parametrize("size", [2, 3])
+# Of each way to divide a layer one: biases, KV heads of several numbers, blocks in parallel,
+# positions of every kind, experts. test_sharded_models.py divides all families among three.
+ON_THREE = {"gpt2", "llama3", "falcon", "gemma2", "cohere", "bloom", "mixtral", "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(
+            name, size, marks=[pytest.mark.slow] if size == 3 and name not in ON_THREE else []
+        )
+        for size in (2, 3)
+        for name in model_zoo.NAMES
+    ],
+)
 def test_every_family_and_decoding_method(name: str, size: int, ranks: RanksOf) -> None:
     expected = on_one_rank(name, size)
     with engine(name, size, ranks(size)) as llm:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from server.live_server import LiveServer, live_server
+from server.live_server import LiveServer
 
 PARAMETERS = {
     "type": "object",
@@ -38,13 +37,6 @@ PATH = "/v1/chat/completions"
 
 def tool(name: str, parameters: Any = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    """One of its own: it has processes that check grammars."""
-    with live_server("--log-level", "warning") as running:
-        yield running
 
 
 def check_call(call: dict[str, Any]) -> None:
