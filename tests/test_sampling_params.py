@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.core.step import SamplingSpec
+from octavo.core.step import LogitBias, SamplingSpec
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -220,7 +220,7 @@ def test_to_spec() -> None:
     )
     assert params.to_spec([2], [[1, 5], [], [8]]) == SamplingSpec(
         temperature=0.0,
-        logit_bias=((3, -1.0), (9, 1.0)),
+        logit_bias=LogitBias.of({9: 1.0, 3: -1.0}),
         allowed_token_ids=(3, 9, 2),
         bad_words=((1, 5), (8,)),
         min_tokens=4,

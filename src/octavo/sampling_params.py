@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
-from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
+from octavo.core.step import Grammar, LogitBias, SamplingSpec, ThinkingSpec
 from octavo.errors import InvalidRequest, shown
 from octavo.structured.output import StructuredOutput
 
@@ -425,7 +425,7 @@ class SamplingParams(_Parameters):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            logit_bias=LogitBias.of(self.logit_bias) if self.logit_bias else None,
             allowed_token_ids=allowed,
             bad_words=tuple(tuple(word) for word in bad_word_ids if word),
             min_tokens=self.min_tokens,

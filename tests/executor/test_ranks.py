@@ -19,6 +19,7 @@ from octavo.core.step import (
     BlockCopy,
     Candidates,
     Fork,
+    LogitBias,
     OpenedRow,
     SamplingSpec,
     StepPlan,
@@ -92,7 +93,7 @@ def send_on(group: RankGroup) -> None:
 
 
 def test_plans_and_results_arrive_as_they_were_sent() -> None:
-    spec = SamplingSpec(temperature=0.5, logit_bias=((3, 1.5),), num_logprobs=2)
+    spec = SamplingSpec(temperature=0.5, logit_bias=LogitBias.of({3: 1.5}), num_logprobs=2)
     plan = StepPlan(
         7,
         [1, 2],

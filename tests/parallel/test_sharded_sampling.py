@@ -17,7 +17,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from octavo.config import SchedulerConfig
-from octavo.core.step import Candidates, SamplingSpec, TokenLogprobs
+from octavo.core.step import Candidates, LogitBias, SamplingSpec, TokenLogprobs
 from octavo.ops.communicator import Communicator, SingleRank
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.device.base import Device
@@ -143,7 +143,8 @@ def test_candidates(size: int, kernels: bool, ranks: RanksOf) -> None:
         batch = make_batch([SamplingSpec(1.0)] * 5, num_expanded=3)
         batch = replace(batch, num_candidates=[number, 2, 1])
         check(ranks(size), logits, batch, kernels)
-        edited = [EditedRow(4, SamplingSpec(logit_bias=((70, 5.0),)), np.zeros(3, np.int32), 3)]
+        spec = SamplingSpec(logit_bias=LogitBias.of({70: 5.0}))
+        edited = [EditedRow(4, spec, np.zeros(3, np.int32), 3)]
         check(ranks(size), logits, replace(batch, edited=edited), kernels)
 
 

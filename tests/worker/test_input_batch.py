@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from octavo.core.step import Fork, Grammar, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import Fork, Grammar, LogitBias, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.ops import HostStaging
 from octavo.structured.constraint import num_words, words_of
 from octavo.worker.block_tables import BlockTables
@@ -348,8 +348,8 @@ def test_arrays_have_the_types_that_models_and_backends_rely_on() -> None:
     ("spec", "needs"),
     [
         (SamplingSpec(top_k=3, min_tokens=3, end_token_ids=(1,)), False),
-        (SamplingSpec(logit_bias=((3, 1.0),), allowed_token_ids=(3, 4)), False),
-        (SamplingSpec(logit_bias=((3, 1.0),), bad_words=((3, 4),)), True),
+        (SamplingSpec(logit_bias=LogitBias.of({3: 1.0}), allowed_token_ids=(3, 4)), False),
+        (SamplingSpec(logit_bias=LogitBias.of({3: 1.0}), bad_words=((3, 4),)), True),
         (SamplingSpec(frequency_penalty=0.5), True),
         (SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0,)), True),
     ],

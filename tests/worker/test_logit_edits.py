@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.core.step import SamplingSpec
+from octavo.core.step import LogitBias, SamplingSpec
 from octavo.worker.logit_edits import EditedRow, edit_logits, has_edits
 
 INF = float("inf")
@@ -63,7 +63,7 @@ def test_order_is_repetition_then_counts_then_bias() -> None:
         repetition_penalty=2.0,
         presence_penalty=1.0,
         frequency_penalty=0.5,
-        logit_bias=((0, 10.0), (1, -1.0)),
+        logit_bias=LogitBias.of({0: 10.0, 1: -1.0}),
     )
     assert edited(spec, [5, 0, 0], 1, [4.0, 4.0, 4.0, 0.0, 0.0, 4.0]) == [
         4.0 / 2 - 1.0 - 2 * 0.5 + 10.0,
@@ -78,7 +78,7 @@ def test_order_is_repetition_then_counts_then_bias() -> None:
 def test_rows_are_edited_apart() -> None:
     logits = torch.zeros(4, 6)
     plain = SamplingSpec(presence_penalty=1.0)
-    biased = SamplingSpec(logit_bias=((5, 2.0),), frequency_penalty=1.0)
+    biased = SamplingSpec(logit_bias=LogitBias.of({5: 2.0}), frequency_penalty=1.0)
     edit_logits(
         logits,
         [
@@ -103,5 +103,5 @@ def test_has_edits() -> None:
     assert not has_edits(SamplingSpec(top_k=3, top_p=0.5, min_tokens=2))
     assert has_edits(SamplingSpec(presence_penalty=0.1))
     assert has_edits(SamplingSpec(repetition_penalty=1.1))
-    assert has_edits(SamplingSpec(logit_bias=((1, 2.0),)))
+    assert has_edits(SamplingSpec(logit_bias=LogitBias.of({1: 2.0})))
     assert not has_edits(SamplingSpec(bad_words=((1,),)))  # they are masks

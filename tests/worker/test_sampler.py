@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from octavo.config import SchedulerConfig
-from octavo.core.step import Candidates, SamplingSpec, TokenLogprobs
+from octavo.core.step import Candidates, LogitBias, SamplingSpec, TokenLogprobs
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, words_of
 from octavo.worker.device.base import Device
@@ -322,7 +322,7 @@ def test_a_row_of_logits_that_are_no_numbers_draws_nothing_alone(broken: float) 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_mask_does_not_hide_that_logits_are_no_numbers(broken: float) -> None:
-    spec = SamplingSpec(logit_bias=((7, -100.0),))
+    spec = SamplingSpec(logit_bias=LogitBias.of({7: -100.0}))
     plain = make_batch([spec] * 3, num_draws=[1, 3, 1], num_expanded=1)
     plain = replace(plain, num_candidates=[2])
     edited = [EditedRow(i, spec, np.array([1], np.int32), 1) for i in range(3)]
@@ -446,7 +446,7 @@ def test_candidates_are_the_best_tokens_with_their_logprobs() -> None:
 def test_an_edited_row_does_not_touch_its_neighbours() -> None:
     logits = torch.zeros(3, 20)
     logits[:, 7], logits[:, 3] = 2.0, 1.0
-    spec = SamplingSpec(temperature=0.0, logit_bias=((7, -50.0),))
+    spec = SamplingSpec(temperature=0.0, logit_bias=LogitBias.of({7: -50.0}))
     batch = make_batch([SamplingSpec(temperature=0.0), spec, SamplingSpec(temperature=0.0)])
     batch = replace(batch, edited=[EditedRow(1, spec, np.array([1], np.int32), 1)])
     assert sample(logits, batch).token_ids.tolist() == [7, 3, 7]

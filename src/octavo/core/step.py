@@ -10,6 +10,8 @@ applies a plan in this order, which the scheduler relies on:
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -42,6 +44,18 @@ class ThinkingSpec:
     is_open: bool  # the prompt ends within reasoning
 
 
+class LogitBias(NamedTuple):
+    """What is added to the logits of some tokens: arrays, so that no step converts many numbers."""
+
+    token_ids: bytes  # int64 [num_tokens], in the machine's byte order
+    biases: bytes  # float32 [num_tokens]
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float]) -> LogitBias:
+        """From token ids and what is added to their logits."""
+        return cls(array("q", biases).tobytes(), array("f", biases.values()).tobytes())
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """How a row's next token is chosen: a request's parameters, resolved to token ids.
@@ -56,7 +70,7 @@ class SamplingSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: LogitBias | None = None
     allowed_token_ids: tuple[int, ...] = ()  # empty means all
     bad_words: tuple[tuple[int, ...], ...] = ()  # that the output does not contain
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # the same, also where the prompt begins them

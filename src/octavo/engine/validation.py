@@ -7,6 +7,7 @@ whether it fits into the KV cache.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
@@ -95,7 +96,7 @@ class PreparedRequest:
         fields: dict[str, Iterable[int]] = {
             "prompt": self.input_token_ids,
             "decoder_input_ids": self.prompt_token_ids,
-            "logit_bias": [token_id for token_id, _ in spec.logit_bias],
+            "logit_bias": array("q", spec.logit_bias.token_ids if spec.logit_bias else b""),
             "allowed_token_ids": spec.allowed_token_ids,
             "bad_words": [token_id for word in spec.bad_words for token_id in word],
             "stop_token_ids": spec.end_token_ids,

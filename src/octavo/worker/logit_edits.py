@@ -33,7 +33,7 @@ class EditedRow:
 
 def has_edits(spec: SamplingSpec) -> bool:
     """Whether a row is edited."""
-    return bool(follows_text(spec) or spec.logit_bias)
+    return follows_text(spec) or spec.logit_bias is not None
 
 
 def is_forced(spec: SamplingSpec, num_output_tokens: int) -> bool:
@@ -55,7 +55,7 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
         logits,
         [row for row in rows if row.spec.frequency_penalty or row.spec.presence_penalty],
     )
-    _add_bias(logits, [row for row in rows if row.spec.logit_bias])
+    _add_bias(logits, [row for row in rows if row.spec.logit_bias is not None])
     for row in rows:
         for number, token_id in row.spec.forced_tokens:
             if number == len(row.token_ids) - row.num_prompt_tokens:
@@ -106,11 +106,11 @@ def _penalise_counts(logits: Tensor, rows: Sequence[EditedRow]) -> None:
 def _add_bias(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     if not rows:
         return
-    owners = np.repeat(np.arange(len(rows)), [len(row.spec.logit_bias) for row in rows])
-    pairs = [pair for row in rows for pair in row.spec.logit_bias]
-    token_ids = np.array([token_id for token_id, _ in pairs], np.int64)
-    biases = np.array([bias for _, bias in pairs], np.float32)
-    logits[_index(logits, rows, owners, token_ids)] += _to(logits, biases)
+    added = [row.spec.logit_bias for row in rows if row.spec.logit_bias is not None]
+    token_ids = [np.frombuffer(each.token_ids, np.int64) for each in added]
+    biases = np.concatenate([np.frombuffer(each.biases, np.float32) for each in added])
+    owners = np.repeat(np.arange(len(rows)), list(map(len, token_ids)))
+    logits[_index(logits, rows, owners, np.concatenate(token_ids))] += _to(logits, biases)
 
 
 def _index(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -289,7 +290,7 @@ class RowMasks:
             words &= state.allowed
         if len(output) < spec.min_tokens:
             _take_out(words, spec.end_token_ids, gives_way=spec.grammar is not None)
-        bad = endings(spec.bad_words, output) + endings(spec.bad_sequences, text)
+        bad = endings(spec.bad_words).at(output) + endings(spec.bad_sequences).at(text)
         if spec.no_repeat_ngram_size:
             bad += repeating(text, spec.no_repeat_ngram_size)
         if bad:
@@ -323,14 +324,28 @@ def _nothing_left(spec: SamplingSpec, num_output_tokens: int) -> str:
     )
 
 
-def endings(words: Sequence[Sequence[int]], text: Int32s) -> list[int]:
-    """Tokens with which one of the words would be complete at the end of a text."""
-    found = []
-    for *prefix, last in words:
-        start = len(text) - len(prefix)
-        if start >= 0 and text[start:].tolist() == prefix:
-            found.append(last)
-    return found
+class Endings:
+    """Finds the tokens that would complete a word, without a look at every word."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._last: dict[tuple[int, ...], list[int]] = {}  # tokens of a word but the last -> that
+        for *prefix, last in words:
+            self._last.setdefault(tuple(prefix), []).append(last)
+        self._sizes = sorted({len(prefix) for prefix in self._last})
+
+    def at(self, text: Int32s) -> list[int]:
+        """Tokens with which one of the words would be complete at the end of a text."""
+        found: list[int] = []
+        for size in self._sizes:
+            if size <= len(text):
+                found += self._last.get(tuple(text[len(text) - size :].tolist()), ())
+        return found
+
+
+@lru_cache(maxsize=256)  # most requests have none, or those of the model
+def endings(words: tuple[tuple[int, ...], ...]) -> Endings:
+    """See Endings."""
+    return Endings(words)
 
 
 def end_of_thinking(spec: ThinkingSpec | None, output: Int32s) -> int | None:
