@@ -9,7 +9,7 @@ import pytest
 
 import model_zoo
 from octavo.config import EngineConfig
-from octavo.core.step import SamplingSpec
+from octavo.core.step import LogitBias, SamplingSpec
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import PreparedRequest, RequestPreparer
 from octavo.errors import InvalidRequest
@@ -22,7 +22,7 @@ from octavo.sampling_params import SamplingParams
     [
         ({"prompt_token_ids": [3, 50]}, "prompt"),
         ({"prompt_token_ids": [-1, 3]}, "prompt"),
-        ({"logit_bias": ((2, 1.0), (50, 1.0))}, "logit_bias"),
+        ({"logit_bias": LogitBias.of({2: 1.0, 50: 1.0})}, "logit_bias"),
         ({"allowed_token_ids": (4, 50)}, "allowed_token_ids"),
         ({"bad_words": ((4,), (5, 50))}, "bad_words"),
         ({"end_token_ids": (-2,)}, "stop_token_ids"),
