@@ -399,6 +399,13 @@ def patched(good: Path, tmp_path: Path, change: Callable[[bytearray], object]) -
     return path
 
 
+def refused(
+    good: Path, tmp_path: Path, change: Callable[[bytearray], object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        logits(patched(good, tmp_path, change))
+
+
 def put(layout: str, value: Any, after: bytes = b"", skip: int = 0) -> Callable[[bytearray], None]:
     """Write a number at so many bytes behind the place where a text ends."""
 
@@ -464,10 +471,7 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_files(fault: str, good: Path, tmp_path: Path) -> None:
-    change, message = FAULTS[fault]
-    path = patched(good, tmp_path, change)
-    with pytest.raises(ModelError, match=message):
-        logits(path)
+    refused(good, tmp_path, *FAULTS[fault])
 
 
 def test_any_cut_and_any_changed_byte_of_the_header_is_an_error_or_harmless(
@@ -559,22 +563,16 @@ EXPERT_FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
 
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)
 def test_faulty_experts(fault: str, good_experts: Path, tmp_path: Path) -> None:
-    change, message = EXPERT_FAULTS[fault]
-    path = patched(good_experts, tmp_path, change)
-    with pytest.raises(ModelError, match=message):
-        logits(path)
+    refused(good_experts, tmp_path, *EXPERT_FAULTS[fault])
 
 
 def test_exponents_that_stand_for_no_number(good_experts: Path, tmp_path: Path) -> None:
     tensor = read_gguf(good_experts).tensors["blk.0.ffn_down_exps.weight"]
     num_experts, num_rows, _ = tensor.shape
     row = tensor.num_bytes // (num_experts * num_rows)
-    path = patched(
-        good_experts, tmp_path, put("B", 255, skip=tensor.offset + (2 * num_rows + 7) * row)
-    )
+    exponent = put("B", 255, skip=tensor.offset + (2 * num_rows + 7) * row)
     message = r"exps.2.weight as MXFP4 has scales that are not finite, in row 7"
-    with pytest.raises(ModelError, match=message):
-        logits(path)
+    refused(good_experts, tmp_path, exponent, message)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])

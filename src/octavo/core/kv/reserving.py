@@ -26,6 +26,7 @@ Extent = list[list[int]]  # the blocks of one sequence, by KV group
 class _Reservation:
     """What one request has reserved."""
 
+    request: Request
     num_holders: int = 0  # sequences with a table
     spares: list[Extent] = field(default_factory=list)  # for sequences that do not exist yet
 
@@ -98,7 +99,7 @@ class ReservingKVCacheManager(KVCacheManager):
         if extents is None:
             return None
         first, *spares = extents
-        self._reservations[request.request_id] = _Reservation(1, spares)
+        self._reservations[request.request_id] = _Reservation(request, 1, spares)
         seq.num_computed_tokens = 0
         seq.table = BlockTable(len(self.specs))
         seq.table.block_ids = first
@@ -214,7 +215,6 @@ class FasterTransformer(ReservingKVCacheManager):
     """
 
     batch_formation = RequestLevelBatching()
-    _batch: list[Request]  # those that hold reservations; set by the first of them
 
     def make_pool(self, num_blocks: int, max_model_len: int) -> ExtentPool:
         return Arena(num_blocks)
@@ -223,14 +223,10 @@ class FasterTransformer(ReservingKVCacheManager):
         return max_length
 
     def allocate(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> Changes | None:
-        if not self._reservations:
-            self._batch = []
-        batch = [*self._batch, seq.request]
-        if not self._fits(batch):
+        if not self._fits([*(each.request for each in self._reservations.values()), seq.request]):
             return None
         changes = super().allocate(seq, hit, num_tokens)
         assert changes is not None, "the padded batch takes more room"
-        self._batch = batch
         return changes
 
     def _fits(self, batch: Seq[Request]) -> bool:
