@@ -42,6 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def storing(directory: Path) -> Any:
     options = ("--files-dir", str(directory), "--max-file", "1MiB", "--max-files", "30")
+    options += ("--max-body", "64KiB")
     with live_server("--log-level", "warning", *options) as running:
         yield running
 
@@ -185,6 +186,29 @@ def test_a_file_of_any_bytes_comes_back(storing: LiveServer) -> None:
     ):
         reply = storing.post("/v1/batches", body | {"input_file_id": file["id"]} | fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x\n" * 50_001, "the file has more than 50000 requests; create several batches"),
+        (
+            b"x\n" + b"y" * 70_000,
+            "line 2 of the file has 70000 bytes; at most 65536 are allowed",
+        ),
+    ],
+)
+def test_a_batch_that_is_too_large_is_refused_before_it_runs(
+    storing: LiveServer, content: bytes, message: str
+) -> None:
+    form: dict[str, Any] = {"files": {"file": ("a", content)}, "data": {"purpose": "batch"}}
+    file_id = upload(storing, **form).json()["id"]
+    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
+    reply = storing.post("/v1/batches", body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "input_file_id")
+    assert error["message"] == f"input_file_id: {message}"
+    httpx.delete(f"{storing.url}/v1/files/{file_id}").raise_for_status()
 
 
 def test_there_are_only_so_many_files(storing: LiveServer) -> None:

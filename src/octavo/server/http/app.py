@@ -46,7 +46,7 @@ def create_app(
     if settings.files_dir is not None:
         directory = Path(settings.files_dir)
         files = FileStore(directory, Shelf(settings.max_file_bytes, settings.max_files))
-        storage = Storage(files, Batches(files, directory))
+        storage = Storage(files, Batches(files, directory, settings.max_body_bytes))
         routers = [*STORAGE_ROUTERS, *routers]
     answer_format = format_of(
         client.tokenizer, settings.tool_call_parser, settings.reasoning_parser

@@ -201,6 +201,7 @@ async def run_batch(
                     if before[line.digest]:
                         before[line.digest] -= 1
                         tally.num_before += 1
+                        await asyncio.sleep(0)  # there may be many
                         continue
                     await slots.acquire()
                     tasks.create_task(answer(line))

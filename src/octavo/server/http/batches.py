@@ -27,6 +27,7 @@ Status = Literal["in_progress", "finalizing", "completed", "cancelled", "expired
 
 MAX_OPEN = 64  # requests of a batch at once
 MAX_BATCHES = 1_000
+MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
 METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
@@ -73,8 +74,12 @@ class _Status(msgspec.Struct):
 class Batches:
     """Owns the batches and the task that answers them."""
 
-    def __init__(self, files: FileStore, directory: Path) -> None:
-        """Raises ConfigError if the directory cannot be used."""
+    def __init__(self, files: FileStore, directory: Path, max_body_bytes: int) -> None:
+        """Raises ConfigError if the directory cannot be used.
+
+        max_body_bytes: of a line, too, since the event loop decodes it as a whole.
+        """
+        self._max_line_bytes = max_body_bytes
         self.records = Records(directory / "batches", BatchRecord, "batch")
         self._files = files
         self._is_due = asyncio.Event()
@@ -107,9 +112,7 @@ class Batches:
                     429, f"{MAX_BATCHES} batches wait already", code="overloaded", retry_after=60
                 )
             self.records.remove(oldest)
-        total = await asyncio.to_thread(_num_lines, self._files.path(file))
-        if not total:
-            raise refused("input_file_id", "the file has no requests")
+        total = await asyncio.to_thread(_num_requests, self._files.path(file), self._max_line_bytes)
         record = BatchRecord(
             **self.records.head("batch", tenant),
             endpoint=endpoint,
@@ -214,8 +217,24 @@ class Batches:
         return self.records.directory / f"{record.id}.jsonl"
 
 
-def _num_lines(path: Path) -> int:
-    return sum(1 for _ in read_lines(path))
+def _num_requests(path: Path, max_line_bytes: int) -> int:
+    """Raises ApiError if there are none or too many, or one is too large."""
+    total = 0
+    for total, line in enumerate(read_lines(path), start=1):
+        if len(line.data) > max_line_bytes:
+            raise refused(
+                "input_file_id",
+                f"line {line.number} of the file has {len(line.data)} bytes; at most "
+                f"{max_line_bytes} are allowed",
+            )
+        if total > MAX_REQUESTS:
+            raise refused(
+                "input_file_id",
+                f"the file has more than {MAX_REQUESTS} requests; create several batches",
+            )
+    if not total:
+        raise refused("input_file_id", "the file has no requests")
+    return total
 
 
 def _divide(work: Path, paths: Sequence[Path]) -> list[int]:
