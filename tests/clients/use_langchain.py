@@ -7,7 +7,6 @@ import asyncio
 import sys
 from typing import Annotated
 
-import httpx
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import HumanMessage, ToolMessage
@@ -57,13 +56,8 @@ def use_tools(chat: ChatOpenAI) -> None:
     for method in ("function_calling", "json_schema"):
         structured = chat.with_structured_output(Cat, method=method, strict=True)
         assert isinstance(structured.invoke(QUESTION), Cat), method
-    # This way demands any JSON object, of which the demo model finds no end by itself.
-    tokens = httpx.post(
-        f"{sys.argv[1]}/tokenize", json={"prompt": "}", "add_special_tokens": False}
-    )
-    [closing] = tokens.json()["tokens"]
-    biased = chat.model_copy(update={"logit_bias": {closing: 20}})
-    structured = biased.with_structured_output(Anything, method="json_mode")
+    # Any JSON object.
+    structured = chat.with_structured_output(Anything, method="json_mode")
     assert isinstance(structured.invoke(QUESTION), Anything)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, RunContext, ToolDefinition, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -32,17 +32,22 @@ def main() -> None:
         assert isinstance(whole, Cat)
         assert asyncio.run(stream(agent)) == whole
 
-    # An agent with an own tool: the model has to call the tool or to answer, and may call again.
+    # An agent with an own tool, which is offered until it was called: the demo model would call it
+    # again and again.
     agent = Agent(model, output_type=ToolOutput(Cat), model_settings=settings, retries=3)
     ages: list[str] = []
 
-    @agent.tool_plain
+    async def once(_: RunContext[None], definition: ToolDefinition) -> ToolDefinition | None:
+        return None if ages else definition
+
+    @agent.tool_plain(prepare=once)
     def find_cat(name: str) -> int:
         """The age of a cat."""
         ages.append(name[:12])
         return len(ages)
 
     assert isinstance(agent.run_sync("How old is the cat?").output, Cat)
+    assert len(ages) == 1
     print("ToolOutput and NativeOutput, whole and streamed, own tools")
 
 
