@@ -418,17 +418,19 @@ def test_masks_of_one_grammar_are_computed_under_several_locks(
     quick = Grammar("regex", "[a-z]{3}")
     states = [library.compile(quick).fork() for _ in range(30)]
     assert sorted(Counter(each.lock_id for each in states).values()) == [5] * 6
-    library.fill(states[:1], [0], first := np.empty((1, num_words(320)), np.int32)).result()
+    first = np.empty((1, num_words(320)), np.int32)
+    library.fill(states[:1], [None], [0], first).result()
     token_id = int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])
     tokens = [token_id, token_id]
     for number, state in enumerate(states):  # masks are those of the states, in their order
         assert not state.accept(tokens[: number % 3])
     words = np.empty((30, num_words(320)), np.int32)
-    filled = library.fill(states, range(30), words).result()
-    assert filled.errors == [""] * 30
+    new = [token_id if number % 2 and number % 3 < 2 else None for number in range(30)]
+    filled = library.fill(states, new, range(30), words).result()
+    assert not filled.errors
     alone = np.empty((1, num_words(320)), np.int32)
     for number in range(30):
-        library.fill([states[number]], [0], alone).result()
+        library.fill([states[number]], [None], [0], alone).result()
         assert (words[number] == alone[0]).all()
     # What takes long to compile is compiled once.
     monkeypatch.setattr(guidance, "MAX_REPEATED_SECONDS", 0.0)

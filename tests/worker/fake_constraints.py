@@ -41,13 +41,14 @@ class RisingFilling(NamedTuple):
     places: Sequence[int]
     words: Words
     vocab_size: int
+    errors: dict[int, str]
 
     def result(self) -> Filled:
         for constraint, place in zip(self.constraints, self.places, strict=True):
             least = constraint.tokens[-1] + 1 if constraint.tokens else 1
             self.words[place] = words_of(range(least, self.vocab_size), self.vocab_size)
         is_accepting = np.array([len(each.tokens) >= 3 for each in self.constraints])
-        return Filled(is_accepting, [""] * len(self.constraints))
+        return Filled(is_accepting, self.errors)
 
 
 class RisingLibrary:
@@ -65,9 +66,18 @@ class RisingLibrary:
         return Rising([])
 
     def fill(
-        self, constraints: Sequence[Rising], places: Sequence[int], words: Words
+        self,
+        constraints: Sequence[Rising],
+        token_ids: Sequence[int | None],
+        places: Sequence[int],
+        words: Words,
     ) -> RisingFilling:
-        return RisingFilling(constraints, places, words, self.vocab_size)
+        errors = {}
+        for i, (constraint, token_id) in enumerate(zip(constraints, token_ids, strict=True)):
+            reason = "" if token_id is None else constraint.accept([token_id])
+            if reason:
+                errors[i] = reason
+        return RisingFilling(constraints, places, words, self.vocab_size, errors)
 
     def shutdown(self) -> None:
         pass

@@ -32,10 +32,11 @@ class TokenConstraint(Protocol):
 
 
 class Filled(NamedTuple):
-    """What `ConstraintLibrary.fill` has found out, an entry for each constraint."""
+    """What `ConstraintLibrary.fill` has found out."""
 
-    is_accepting: NDArray[np.bool_]  # the output may end here
-    errors: list[str]  # "", or why nothing can be said of what may follow
+    is_accepting: NDArray[np.bool_]  # of each constraint: the output may end here
+    # Constraint, by its index -> why its token cannot be, or nothing can be said of what may follow.
+    errors: dict[int, str]
 
 
 class Filling(Protocol):
@@ -60,11 +61,18 @@ class ConstraintLibrary(Protocol):
         process. Raises InvalidRequest if the grammar cannot be enforced.
         """
 
-    def fill(self, constraints: Sequence[Any], places: Sequence[int], words: Words) -> Filling:
-        """Start to write which tokens may come next, in threads, without the GIL.
+    def fill(
+        self,
+        constraints: Sequence[Any],
+        token_ids: Sequence[int | None],
+        places: Sequence[int],
+        words: Words,
+    ) -> Filling:
+        """Accept tokens, and start to write which may come next, in threads, without the GIL.
 
         Args:
             constraints: this library's own, different objects, at least one.
+            token_ids: for each of them the next token of the output, or None.
             places: for each of them the row of `words` that becomes its mask.
             words: [num_rows, num_words(vocab_size)], contiguous; other rows are left as they are.
                 End tokens are not among the tokens of a mask.

@@ -88,10 +88,11 @@ class GuidanceFilling(NamedTuple):
         beyond = self.vocab_size % WORD_BITS
         if beyond:
             words.view(np.uint32)[places, -1] &= np.uint32((1 << beyond) - 1)
-        errors = [
-            _message(each.matcher.get_error()) if each.matcher.is_error() else ""
-            for each in self.constraints
-        ]
+        errors = {}
+        for i in np.flatnonzero(accepts).tolist():  # after an error, the mask is that of the end
+            matcher = self.constraints[i].matcher
+            if matcher.is_error():
+                errors[i] = _message(matcher.get_error())
         return Filled(accepts.astype(np.bool_), errors)
 
 
@@ -169,7 +170,11 @@ class Guidance:
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 
     def fill(
-        self, constraints: Sequence[GuidanceConstraint], places: Sequence[int], words: Words
+        self,
+        constraints: Sequence[GuidanceConstraint],
+        token_ids: Sequence[int | None],
+        places: Sequence[int],
+        words: Words,
     ) -> GuidanceFilling:
         """See ConstraintLibrary.fill.
 
@@ -177,6 +182,9 @@ class Guidance:
         GIL again, it could wait for as long as the interpreter's switch interval (5 ms).
         """
         assert self._thread is not None, "a grammar was compiled"
+        for constraint, token_id in zip(constraints, token_ids, strict=True):
+            if token_id is not None:
+                constraint.matcher.consume_token(token_id)
         # Each of the library's threads takes neighbours, which should not be in the way of others.
         order = sorted(zip(constraints, places, strict=True), key=lambda pair: pair[0].lock_id)
         pairs = [(constraint.matcher, place) for constraint, place in order]

@@ -136,6 +136,11 @@ class InputBatch:
         self._write_tokens(plan.token_writes)
         self._write_tables(plan.table_writes)
 
+    @staticmethod
+    def changes_rows(plan: StepPlan) -> bool:
+        """Whether `apply` does more than to give sequences new blocks."""
+        return bool(plan.forks or plan.closed or plan.opened or plan.token_writes.seq_ids)
+
     def model_input(self, plan: StepPlan, num_padding: int = 0) -> ModelInput:
         """Tokens, positions, block tables and slots of the plan's step.
 

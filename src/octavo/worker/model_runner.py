@@ -184,8 +184,8 @@ class ModelRunner:
         """Start a step; see Executor.submit."""
         device, batch, staging = self._device, self._batch, self._staging
         previous = self._under_way
-        if previous is not None:
-            previous.finish_draw()  # what this step changes may matter to it
+        if previous is not None and batch.changes_rows(plan):
+            previous.finish_draw()  # for which the rows must be as they were
         with torch.inference_mode(), device.computing:
             batch.apply(plan)
             staging.begin()
@@ -193,6 +193,8 @@ class ModelRunner:
             staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
             copies = self.kv_cache.stage(plan.copies, staging)
             table_update = batch.stage_tables()
+            if previous is not None:
+                previous.finish_draw()  # as late as can be: masks may still be missing
             staging.flush()
             if table_update is not None:
                 table_update.carry_out()

@@ -94,16 +94,9 @@ class _State:
     spec: SamplingSpec
     allowed: Words | None
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
+    has_rules: bool  # the mask of the grammar, if there is one, is not the row's
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
     num_accepted: int = 0  # output tokens
-
-    @property
-    def is_grammar_alone(self) -> bool:
-        """Whether the grammar's mask is the row's."""
-        spec = self.spec
-        words = spec.bad_words or spec.bad_sequences or spec.no_repeat_ngram_size
-        rules = words or spec.thinking or spec.forced_tokens or spec.min_tokens
-        return not (rules or self.compiled is None or self.allowed is not None)
 
 
 class RowMasks:
@@ -140,7 +133,10 @@ class RowMasks:
         if spec.grammar is not None:
             library, threads = self._loaded()
             compiled = threads.submit(library.compile, spec.grammar)
-        self._states[row] = _State(spec, allowed, compiled)
+        words = spec.bad_words or spec.bad_sequences or spec.no_repeat_ngram_size
+        other = words or spec.thinking or spec.forced_tokens or spec.min_tokens
+        has_rules = bool(other or compiled is None or allowed is not None)
+        self._states[row] = _State(spec, allowed, compiled, has_rules)
 
     def close(self, row: int) -> None:
         """A row is over."""
@@ -154,7 +150,8 @@ class RowMasks:
             return
         constraint = None if state.constraint is None else state.constraint.fork()
         self._states[child] = _State(
-            state.spec, state.allowed, state.compiled, constraint, state.num_accepted
+            *(state.spec, state.allowed, state.compiled, state.has_rules),
+            *(constraint, state.num_accepted),
         )
 
     def rewind(self, row: int, num_output: int) -> None:
@@ -180,8 +177,9 @@ class RowMasks:
 
     def has_compiled(self, rows: Sequence[MaskedRow]) -> bool:
         """Whether `start` has no grammars to wait for."""
-        compiled = (self._state(row).compiled for row in rows)
-        return all(each is None or each.done() for each in compiled)
+        states = map(self._state, rows)
+        compiled = [s.compiled for s in states if s.compiled is not None and s.constraint is None]
+        return all(each.done() for each in compiled)
 
     def start(self, rows: Sequence[MaskedRow], token_ids: Int32s, words: Words) -> PendingMasks:
         """Start to fill the masks of the next tokens of rows.
@@ -192,31 +190,40 @@ class RowMasks:
             words: [len(rows), num_words]: memory for the masks, contiguous.
         """
         states = [self._state(row) for row in rows]
+        lasts = _last_tokens(rows, token_ids)
         reasons: dict[int, str] = {}
         places: list[int] = []
         constraints: list[TokenConstraint] = []
-        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
-            constraint = None
-            if state.compiled is not None:
-                constraint = self._advanced(state, row, token_ids[row.row], place, reasons)
-            if constraint is None:
+        new_ids: list[int | None] = []
+        for place, (row, state, last) in enumerate(zip(rows, states, lasts, strict=True)):
+            num_output = row.num_tokens - row.num_prompt_tokens
+            if state.compiled is not None and (
+                state.constraint is None or num_output > state.num_accepted + 1
+            ):
+                reason = self._catch_up(state, row, token_ids[row.row])
+                if reason:
+                    reasons[place] = f"the grammar cannot go on: {reason}"
+            num_new = num_output - state.num_accepted
+            has_ended = num_new > 0 and last in state.spec.end_token_ids
+            if state.constraint is None or has_ended or num_new > 1:
                 words[place] = self._all
-            else:
-                places.append(place)
-                constraints.append(constraint)
+                continue
+            places.append(place)
+            constraints.append(state.constraint)
+            new_ids.append(last if num_new else None)
+            state.num_accepted = num_output
         filling = None
         if constraints:
             assert self._library is not None, "a grammar was compiled"
-            filling = self._library.fill(constraints, places, words)
+            filling = self._library.fill(constraints, new_ids, places, words)
 
         def result() -> Masks:
             if filling is not None:
                 filled = filling.result()
                 for i in np.flatnonzero(filled.is_accepting).tolist():
                     set_bits(words[places[i]], states[places[i]].spec.end_token_ids)
-                for place, reason in zip(places, filled.errors, strict=True):
-                    if reason:
-                        reasons[place] = f"the grammar cannot go on: {reason}"
+                for i, reason in filled.errors.items():
+                    reasons[places[i]] = f"the grammar cannot go on: {reason}"
             return self._finish(rows, states, token_ids, words, reasons)
 
         return PendingMasks(filling is not None, result)
@@ -226,21 +233,9 @@ class RowMasks:
         assert state is not None, f"row {row.row} has no mask"
         return state
 
-    def _advanced(
-        self, state: _State, row: MaskedRow, text: Int32s, place: int, reasons: dict[int, str]
-    ) -> TokenConstraint | None:
-        """A row's constraint at the end of its output; None if the output has ended, and the row is
-        computed once too often, or where the output cannot be, which becomes the reason."""
-        reason = self._advance(state, row, text)
-        if reason:
-            reasons[place] = f"the grammar cannot go on: {reason}"
-        elif state.num_accepted == row.num_tokens - row.num_prompt_tokens:
-            return state.constraint
-        return None
-
-    def _advance(self, state: _State, row: MaskedRow, text: Int32s) -> str:
-        """Bring a row's constraint up to the end of its output, unless that has ended. Returns why
-        it cannot be."""
+    def _catch_up(self, state: _State, row: MaskedRow, text: Int32s) -> str:
+        """Bring a row's constraint up to the last token of its output, unless the output, which is
+        then computed once too often, has ended before. Returns why it cannot be."""
         num_prompt = row.num_prompt_tokens
         if state.constraint is None:
             assert state.compiled is not None, "the row has a grammar"
@@ -253,7 +248,7 @@ class RowMasks:
             if reason:
                 return reason
             state.constraint = constraint
-        new = text[num_prompt + state.num_accepted : row.num_tokens].tolist()
+        new = text[num_prompt + state.num_accepted : row.num_tokens - 1].tolist()
         if not new or not set(new).isdisjoint(state.spec.end_token_ids):
             return ""
         reason = state.constraint.accept(new)
@@ -270,10 +265,10 @@ class RowMasks:
         reasons: dict[int, str],
     ) -> Masks:
         """The masks, once those of grammars are filled; `reasons`: why some cannot be."""
-        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
-            if not state.is_grammar_alone:
-                text = token_ids[row.row, : row.num_tokens]
-                self._apply_rules(words[place], state, text, row.num_prompt_tokens)
+        for place in [place for place, state in enumerate(states) if state.has_rules]:
+            row = rows[place]
+            text = token_ids[row.row, : row.num_tokens]
+            self._apply_rules(words[place], states[place], text, row.num_prompt_tokens)
         for place in np.flatnonzero(~words.any(axis=1)).tolist():
             num_output = rows[place].num_tokens - rows[place].num_prompt_tokens
             reasons.setdefault(place, _nothing_left(states[place].spec, num_output))
@@ -301,6 +296,13 @@ class RowMasks:
         for number, token_id in spec.forced_tokens:
             if number == len(output):
                 words[:] = words_of([token_id], self._vocab_size)
+
+
+def _last_tokens(rows: Sequence[MaskedRow], token_ids: Int32s) -> list[int]:
+    """The last token of each row's text."""
+    places = [row.row for row in rows], [row.num_tokens - 1 for row in rows]
+    last: list[int] = token_ids[places].tolist()
+    return last
 
 
 def _take_out(words: Words, token_ids: Sequence[int], gives_way: bool = True) -> None:
