@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int64, njit
+from numba import carray, float32, int32, int64, njit
 
 from octavo.ops.cpu import gates as cpu_gates
 from octavo.ops.cpu import vectors as cpu_vectors
@@ -34,7 +34,10 @@ TWIN_WEIGHT, TWIN_BIAS, TWIN_OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = r
 NUM_ARGS = 17
 INT8_MAX = np.float32(127.0)
 SMALLEST_ROW = np.float32(1e-30)  # whose reciprocal is finite; smaller numbers become 0
+INFINITY = np.float32(np.inf)
+LARGEST = np.finfo(np.float32).max
 INFINITY_BITS = 0x7F800000
+WORD_BITS = 32  # of a mask's word
 
 # The sum of a row may be taken in any order, as long as it is always the same.
 sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -248,6 +251,65 @@ def _rescale(address: int, like: Any) -> None:
         begin = fetch_add(address, args[CHUNK])
 
 
+@jit
+def _mask_part(part: Any, word: Any, first: int, like: Any) -> Any:
+    """Less than a word's elements become -inf where bits from `first` on are not set. Whether one
+    of them was NaN or +inf."""
+    is_damaged = np.int32(0)
+    for i in range(len(part)):
+        is_damaged |= np.int32(not (to_float(part[i]) <= LARGEST))
+        if (word >> np.int32(first + i)) & 1 == 0:
+            part[i] = from_float(-INFINITY, like)
+    return is_damaged
+
+
+@jit
+def _mask_words(part: Any, words: Any, like: Any) -> Any:
+    """See _mask_part. The inner loop has a constant length, so it becomes vector instructions."""
+    is_damaged = np.int32(0)
+    for w in range(len(words)):
+        word = words[w]
+        for i in range(WORD_BITS):
+            is_damaged |= np.int32(not (to_float(part[w * WORD_BITS + i]) <= LARGEST))
+            if (word >> np.int32(i)) & 1 == 0:
+                part[w * WORD_BITS + i] = from_float(-INFINITY, like)
+    return is_damaged
+
+
+@jit
+def _mask(address: int, like: Any) -> None:
+    """Elements of source [tokens, size] become -inf, in place, where their bits are not set in a
+    row of weight int32 [..., heads]: row t's is at bias int32 [tokens], unless that is negative.
+
+    An element's bit is `eps` bits further on than its place in its row. A row with a NaN or a +inf
+    becomes NaN.
+    """
+    args = carray(pointer_to(address, int64), NUM_ARGS)
+    size, itemsize, first = args[SIZE], size_of(like), args[EPS]
+    places = carray(pointer_to(args[BIAS], int32), args[TOKENS])
+    head = min(size, -first % WORD_BITS)  # elements before the first whole word
+    num_words = (size - head) // WORD_BITS
+    tail = head + num_words * WORD_BITS
+    begin = fetch_add(address, args[CHUNK])
+    while begin < args[TOKENS]:
+        for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
+            if places[r] < 0:
+                continue
+            row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
+            mask = carray(pointer_to(args[WEIGHT] + places[r] * args[HEADS] * 4, int32), args[HEADS])
+            next_word = (first + head) // WORD_BITS
+            words = mask[next_word : next_word + num_words]
+            is_damaged = _mask_words(row[head:tail], words, like)
+            if head > 0:
+                word = mask[first // WORD_BITS]
+                is_damaged |= _mask_part(row[:head], word, first % WORD_BITS, like)
+            if tail < size:
+                is_damaged |= _mask_part(row[tail:], mask[next_word + num_words], 0, like)
+            if is_damaged != 0:
+                row[:] = from_float(np.float32(np.nan), like)
+        begin = fetch_add(address, args[CHUNK])
+
+
 def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
     """As a C function of the address of its arguments; elements are float32 or uint16 (bf16)."""
     sources = digest_of(cpu_vectors)
@@ -302,3 +364,14 @@ def compile_rescale(element: Any) -> Any:
         _rescale(address, np.empty(0, element))
 
     return compile_kernel(rescale)
+
+
+def compile_mask(element: Any) -> Any:
+    """See compile_norm."""
+    sources = digest_of(cpu_vectors)
+
+    def mask(address):
+        sources  # noqa: B018
+        _mask(address, np.empty(0, element))
+
+    return compile_kernel(mask)

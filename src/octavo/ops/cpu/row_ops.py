@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import epilogue as epilogues
@@ -195,6 +196,37 @@ def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tens
     _run(kernel, args, num_tokens * size)
 
 
+def mask_rows(
+    logits: Tensor, words: NDArray[np.int32], places: NDArray[np.int32], first: int
+) -> None:
+    """Write -inf wherever a row's mask rules an element out. No mask hides that a row is not finite:
+    one with a NaN or a +inf becomes NaN.
+
+    Args:
+        logits: [num_rows, size], each row dense; changed in place.
+        words: int32 [num_masks, num_words], dense; bit i % 32 of word i // 32 allows element i.
+        places: int32 [num_rows]: where each row's mask is in `words`, or a negative number.
+        first: the bit of a row's first element.
+    """
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1 and first + size <= 32 * words.shape[1], "masks cover the rows"
+    kernel = _mask_kernel(logits.dtype)
+    if kernel is None:
+        for row in np.flatnonzero(places >= 0).tolist():
+            bits = np.unpackbits(words[places[row]].view(np.uint8), bitorder="little")
+            is_out = torch.from_numpy(bits[first : first + size] == 0)
+            is_damaged = bool((~(logits[row] < torch.inf)).any())  # also by NaN
+            logits[row].masked_fill_(is_out, -torch.inf)
+            if is_damaged:
+                logits[row] = torch.nan
+        return
+    args = _Args(
+        0, logits.data_ptr(), 0, 0, 0, words.ctypes.data, places.ctypes.data, 0, 0, 0, 0, first,
+        num_rows, words.shape[1], size, logits.stride(0), max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, num_rows * size)
+
+
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """Like `epilogue.apply_epilogue`, with our kernels where they exist."""
     if epilogue.is_gated:
@@ -284,3 +316,12 @@ def _rescale_kernel(dtype: torch.dtype) -> Runner | None:
     from octavo.ops.cpu.row_kernels import compile_rescale
 
     return make_runner(compile_rescale(element))
+
+
+@cache
+def _mask_kernel(dtype: torch.dtype) -> Runner | None:
+    if (element := _element(dtype)) is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_mask
+
+    return make_runner(compile_mask(element))

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.cpu.row_ops import mask_rows
 from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.randomness import uniforms
@@ -36,10 +37,6 @@ _NUM_BEST = 1024  # most likely tokens that are searched before a whole row is s
 _CHUNK = 128  # tokens that are summed up before the search; any size gives the same token
 _MAX_DRAWS_AT_ONCE = 256
 _SLICE_ELEMENTS = 1 << 18  # logits worked on at once
-# What logits become at most, for each byte of a mask: a lookup and a minimum take a tenth of the
-# time of unpacking and a masked fill. [256, 8]
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_LIMITS = torch.from_numpy(np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)))
 
 
 class CpuDrawer(Drawer):
@@ -73,7 +70,8 @@ class CpuDrawer(Drawer):
         """
         n, owners = draws.num_sampled, draws.owners
         if draws.mask_places is not None:
-            self._mask(logits, draws.mask_places[:n], vocabulary)
+            assert self._words is not None, "the batch refers to them"
+            mask_rows(logits, self._words, draws.mask_places[:n], vocabulary.start)
         is_random = draws.temperature[:n] > 0
         for row in draws.edited:
             if row.index < n:
@@ -96,26 +94,6 @@ class CpuDrawer(Drawer):
                 _select(logits, rows).float(), draws.subset(rows), places, vocabulary
             )
         return token_ids
-
-    def _mask(self, logits: Tensor, places: NDArray[np.int32], vocabulary: VocabularyShard) -> None:
-        """Rule out by their masks what rows must not draw; `places`: see SamplingBatch."""
-        assert self._words is not None, "the batch refers to them"
-        masked = np.flatnonzero(places >= 0)
-        size = self.rows_at_once(vocabulary.num_rows)
-        first, end = vocabulary.start, vocabulary.start + logits.shape[1]
-        for begin in range(0, len(masked), size):
-            rows = masked[begin : begin + size]
-            own = _select(logits, rows)
-            packed = torch.from_numpy(self._words[places[rows]].view(np.uint8)).int()
-            limits = torch.nn.functional.embedding(packed, _LIMITS.to(own.dtype)).flatten(1)
-            largest = own.amax(dim=-1, keepdim=True)  # NaN if one of them is
-            torch.minimum(own, limits[:, first:end], out=own)
-            # No mask hides that the logits, as they were, are not finite.
-            is_damaged = largest.isnan() | (largest == torch.inf)
-            if is_damaged.any():
-                own.masked_fill_(is_damaged, torch.nan)
-            if own.data_ptr() != logits[int(rows[0])].data_ptr():
-                logits[torch.from_numpy(rows)] = own
 
 
 def most_likely(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
