@@ -292,6 +292,10 @@ class InputBatch:
         """See RowMasks.start. The tokens before these are known."""
         return self._masks.start(masked, self._token_ids, words)
 
+    def start_masks_ahead(self, seq_ids: Sequence[int]) -> None:
+        """See RowMasks.start_ahead. All tokens of these sequences are known."""
+        self._masks.start_ahead(self.masked_rows(seq_ids), self._token_ids)
+
     def shutdown(self) -> None:
         """End what runs beside the batch; it is not used any more."""
         self._masks.shutdown()

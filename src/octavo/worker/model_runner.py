@@ -229,6 +229,8 @@ class ModelRunner:
                 self._under_way = step
             else:
                 step.result()
+                if masked:  # while the host, which has one thread, decides on the next step
+                    batch.start_masks_ahead(plan.sampled)
         return step
 
     def shutdown(self) -> None:

@@ -23,6 +23,7 @@ from octavo.core.step import SamplingSpec, ThinkingSpec
 from octavo.errors import NoTokenLeft, OctavoError, RequestFailed
 from octavo.structured.constraint import (
     ConstraintLibrary,
+    Filling,
     TokenConstraint,
     Words,
     clear_bits,
@@ -97,6 +98,37 @@ class _State:
     has_rules: bool  # the mask of the grammar, if there is one, is not the row's
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
     num_accepted: int = 0  # output tokens
+    # The mask of the constraint as it is, if it was started ahead, and its place there.
+    ahead: tuple[_Filling, int] | None = None
+
+    def settle(self) -> None:
+        """Wait for the mask that was started ahead, and do without it: the constraint changes."""
+        if self.ahead is not None:
+            self.ahead[0].finish()
+            self.ahead = None
+
+
+class _Filling:
+    """Masks of which a library may still compute those of grammars."""
+
+    def __init__(self, words: Words) -> None:
+        """words: [num_masks, num_words]: memory for them, contiguous."""
+        self.words = words
+        self.places: list[int] = []  # of those of grammars
+        self.states: list[_State] = []  # of their rows
+        self.pending: Filling | None = None
+        self.reasons: dict[int, str] = {}  # place -> why the mask cannot be
+
+    def finish(self) -> dict[int, str]:
+        """Wait for the masks. Returns why some of them cannot be, by place."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            filled = pending.result()
+            for i in np.flatnonzero(filled.is_accepting).tolist():
+                set_bits(self.words[self.places[i]], self.states[i].spec.end_token_ids)
+            for i, reason in filled.errors.items():
+                self.reasons[self.places[i]] = f"the grammar cannot go on: {reason}"
+        return self.reasons
 
 
 class RowMasks:
@@ -148,6 +180,7 @@ class RowMasks:
         if state is None:
             self._states[child] = None
             return
+        state.settle()
         constraint = None if state.constraint is None else state.constraint.fork()
         self._states[child] = _State(
             *(state.spec, state.allowed, state.compiled, state.has_rules),
@@ -158,6 +191,7 @@ class RowMasks:
         """Output tokens from this place on are written again."""
         state = self._states[row]
         if state is not None and state.constraint is not None and state.num_accepted > num_output:
+            state.settle()
             state.constraint.rollback(state.num_accepted - num_output)
             state.num_accepted = num_output
 
@@ -190,43 +224,72 @@ class RowMasks:
             words: [len(rows), num_words]: memory for the masks, contiguous.
         """
         states = [self._state(row) for row in rows]
-        lasts = _last_tokens(rows, token_ids)
-        reasons: dict[int, str] = {}
-        places: list[int] = []
-        constraints: list[TokenConstraint] = []
+        filling, ahead = _Filling(words), dict[_Filling, list[tuple[int, int]]]()
+        fresh = []
+        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
+            is_ahead = state.num_accepted == row.num_tokens - row.num_prompt_tokens
+            if state.ahead is not None and is_ahead:
+                earlier, there = state.ahead
+                ahead.setdefault(earlier, []).append((place, there))
+            else:
+                fresh.append(place)
+        self._fill(filling, fresh, rows, token_ids)
+
+        def result() -> Masks:
+            reasons = filling.finish()
+            for earlier, pairs in ahead.items():
+                known = earlier.finish()
+                places, there = zip(*pairs, strict=True)
+                words[list(places)] = earlier.words[list(there)]
+                reasons |= {place: known[there] for place, there in pairs if there in known}
+            return self._finish(rows, states, token_ids, words, reasons)
+
+        return PendingMasks(bool(filling.pending or ahead), result)
+
+    def start_ahead(self, rows: Sequence[MaskedRow], token_ids: Int32s) -> None:
+        """Start to fill masks of grammars before it is known which rows need one next: `start` takes
+        those that it can use. See there."""
+        begun = [row for row in rows if self._state(row).constraint is not None]
+        filling = _Filling(np.empty((len(begun), self._num_words), np.int32))
+        self._fill(filling, range(len(begun)), begun, token_ids)
+        for place, state in zip(filling.places, filling.states, strict=True):
+            state.ahead = filling, place
+
+    def _fill(
+        self,
+        filling: _Filling,
+        places: Sequence[int],
+        rows: Sequence[MaskedRow],
+        token_ids: Int32s,
+    ) -> None:
+        """Start to fill the masks of those of the rows that are at `places`."""
         new_ids: list[int | None] = []
-        for place, (row, state, last) in enumerate(zip(rows, states, lasts, strict=True)):
+        for place, last in zip(places, _last_tokens(rows, places, token_ids), strict=True):
+            row = rows[place]
+            state = self._state(row)
+            state.settle()
             num_output = row.num_tokens - row.num_prompt_tokens
             if state.compiled is not None and (
                 state.constraint is None or num_output > state.num_accepted + 1
             ):
                 reason = self._catch_up(state, row, token_ids[row.row])
                 if reason:
-                    reasons[place] = f"the grammar cannot go on: {reason}"
+                    filling.reasons[place] = f"the grammar cannot go on: {reason}"
             num_new = num_output - state.num_accepted
             has_ended = num_new > 0 and last in state.spec.end_token_ids
             if state.constraint is None or has_ended or num_new > 1:
-                words[place] = self._all
+                filling.words[place] = self._all
                 continue
-            places.append(place)
-            constraints.append(state.constraint)
+            filling.places.append(place)
+            filling.states.append(state)
             new_ids.append(last if num_new else None)
             state.num_accepted = num_output
-        filling = None
-        if constraints:
+        if filling.places:
             assert self._library is not None, "a grammar was compiled"
-            filling = self._library.fill(constraints, new_ids, places, words)
-
-        def result() -> Masks:
-            if filling is not None:
-                filled = filling.result()
-                for i in np.flatnonzero(filled.is_accepting).tolist():
-                    set_bits(words[places[i]], states[places[i]].spec.end_token_ids)
-                for i, reason in filled.errors.items():
-                    reasons[places[i]] = f"the grammar cannot go on: {reason}"
-            return self._finish(rows, states, token_ids, words, reasons)
-
-        return PendingMasks(filling is not None, result)
+            constraints = [state.constraint for state in filling.states]
+            filling.pending = self._library.fill(
+                constraints, new_ids, filling.places, filling.words
+            )
 
     def _state(self, row: MaskedRow) -> _State:
         state = self._states[row.row]
@@ -298,10 +361,12 @@ class RowMasks:
                 words[:] = words_of([token_id], self._vocab_size)
 
 
-def _last_tokens(rows: Sequence[MaskedRow], token_ids: Int32s) -> list[int]:
-    """The last token of each row's text."""
-    places = [row.row for row in rows], [row.num_tokens - 1 for row in rows]
-    last: list[int] = token_ids[places].tolist()
+def _last_tokens(
+    rows: Sequence[MaskedRow], places: Sequence[int], token_ids: Int32s
+) -> list[int]:
+    """The last tokens of the rows at `places`."""
+    ends = [(rows[place].row, rows[place].num_tokens - 1) for place in places]
+    last: list[int] = token_ids[tuple(np.array(ends, np.int64).reshape(-1, 2).T)].tolist()
     return last
 
 
