@@ -39,6 +39,18 @@ MAX_REPEATED_SECONDS = 0.02
 # White space between the parts of a JSON text: a space, or a new line and what it is indented by.
 # Some models would write it for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
+# Sets of tokens that llguidance allows or forbids as a whole: parts of JSON strings, by their length,
+# and white space. Its own have lengths of 10 and 30 alone, so that towards the end of a string with a
+# `maxLength`, it looks at every token.
+_STRING_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 14, 20, 30)
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRING}{{1,{length}}}" for length in _STRING_LENGTHS),
+    f"{_IN_STRING}+",
+]
+# From so many tokens on, they are accepted by the library's threads, which it takes time to wake.
+MIN_SHARED = 128
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -182,9 +194,13 @@ class Guidance:
         GIL again, it could wait for as long as the interpreter's switch interval (5 ms).
         """
         assert self._thread is not None, "a grammar was compiled"
-        for constraint, token_id in zip(constraints, token_ids, strict=True):
-            if token_id is not None:
-                constraint.matcher.consume_token(token_id)
+        matchers = [constraint.matcher for constraint in constraints]
+        new = [pair for pair in zip(matchers, token_ids, strict=True) if pair[1] is not None]
+        if len(new) >= MIN_SHARED:
+            self._executor.consume_token_par(new)
+        else:
+            for matcher, token_id in new:
+                matcher.consume_token(token_id)
         # Each of the library's threads takes neighbours, which should not be in the way of others.
         order = sorted(zip(constraints, places, strict=True), key=lambda pair: pair[0].lock_id)
         pairs = [(constraint.matcher, place) for constraint, place in order]
@@ -230,11 +246,10 @@ class Guidance:
             if source is None:
                 raise InvalidRequest(field, "the model has no tokenizer to read texts with")
             try:
-                tokenizer = LLTokenizer(source, eos_token=self._eos_ids or None)
+                options = {"eos_token": self._eos_ids or None, "slices": SLICES}
+                tokenizer = LLTokenizer(source, **options)
                 if tokenizer.vocab_size < self._vocab_size:  # the model's has padding
-                    tokenizer = LLTokenizer(
-                        source, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
-                    )
+                    tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, **options)
             except ValueError as error:
                 raise InvalidRequest(
                     field, f"llguidance cannot read the model's tokenizer: {_message(str(error))}"
