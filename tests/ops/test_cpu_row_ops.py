@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,3 +125,29 @@ def test_nan_and_extremes_pass_through_gates() -> None:
     ):
         result = row_ops.apply_gate(gate_up, epilogue)[0]
         torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("first", "size"), [(0, 4096), (0, 97), (5, 100), (7, 5), (32, 64), (33, 31), (40, 20)]
+)
+def test_masks_rule_out_elements_and_hide_no_damage(
+    has_kernel: bool, dtype: torch.dtype, first: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(row_ops, "_mask_kernel", lambda dtype: None)
+    random = np.random.default_rng(size)
+    logits = torch.randn(40, size + 3).to(dtype)[:, :size]
+    logits[0, size // 2], logits[1, size - 1], logits[2, 0] = torch.nan, torch.inf, -torch.inf
+    logits[39, 0] = torch.nan  # of a row without a mask
+    words = random.integers(-(2**31), 2**31, (50, (first + size) // 32 + 2)).astype(np.int32)
+    words[3], words[4] = 0, -1
+    places = random.permutation(50)[:40].astype(np.int32)
+    places[[3, 4, 39]] = 3, 4, -1
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    is_out = torch.from_numpy(bits[places, first : first + size] == 0)
+    expected = logits.masked_fill(is_out, -torch.inf)
+    expected[:2], expected[39] = torch.nan, logits[39]
+    row_ops.mask_rows(logits, words, places, first)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)

@@ -18,8 +18,10 @@ class Rising:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
+        self.is_filling = False  # a mask, in which nobody may disturb it
 
     def accept(self, token_ids: Sequence[int]) -> str:
+        assert not self.is_filling
         for token_id in token_ids:
             if self.tokens and token_id <= self.tokens[-1]:
                 return f"{token_id} is not more than {self.tokens[-1]}"
@@ -27,9 +29,11 @@ class Rising:
         return ""
 
     def rollback(self, num_tokens: int) -> None:
+        assert not self.is_filling
         del self.tokens[len(self.tokens) - num_tokens :]
 
     def fork(self) -> Rising:
+        assert not self.is_filling
         return Rising(list(self.tokens))
 
 
@@ -45,6 +49,7 @@ class RisingFilling(NamedTuple):
 
     def result(self) -> Filled:
         for constraint, place in zip(self.constraints, self.places, strict=True):
+            constraint.is_filling = False
             least = constraint.tokens[-1] + 1 if constraint.tokens else 1
             self.words[place] = words_of(range(least, self.vocab_size), self.vocab_size)
         is_accepting = np.array([len(each.tokens) >= 3 for each in self.constraints])
@@ -77,6 +82,7 @@ class RisingLibrary:
             reason = "" if token_id is None else constraint.accept([token_id])
             if reason:
                 errors[i] = reason
+            constraint.is_filling = True
         return RisingFilling(constraints, places, words, self.vocab_size, errors)
 
     def shutdown(self) -> None:

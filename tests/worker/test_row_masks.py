@@ -187,6 +187,36 @@ def test_copies_go_their_own_ways_and_rewritten_tokens_are_forgotten() -> None:
     masks.close(2)
 
 
+def test_masks_that_are_started_ahead_are_those_of_the_rows_as_they_are_in_the_end() -> None:
+    """Rows 1 to 5 have the same text when their masks are started. Then row 2 is written again,
+    row 3 makes way for another, row 4 grows, and row 5 becomes a copy of row 1."""
+    masks, prompt = rising_masks(8, SIZE), (1, 2)
+    for row in range(1, 6):
+        masks.open(row, RISING)
+    masks.open(6, SamplingSpec(allowed_token_ids=(5,)))
+    fill(masks, {row: (prompt, [10]) for row in range(1, 6)})
+    token_ids = np.zeros((8, 9), np.int32)
+    token_ids[1:6, :4], token_ids[4, 4] = [*prompt, 10, 20], 30
+    rows = [MaskedRow(0, row, 4, 2) for row in range(1, 7)]  # row 6 has no grammar
+    masks.start_ahead(rows, token_ids)
+    masks.rewind(2, 1)
+    masks.close(3)
+    masks.open(3, RISING)
+    masks.copy(5, 1)
+    texts = [[10, 20], [10, 15], [10, 60], [10, 20, 30], [10, 20]]
+    filled = fill(masks, {row + 1: (prompt, text) for row, text in enumerate(texts)})
+    assert not filled.errors
+    assert [tokens_of(words)[0] for words in filled.words] == [21, 16, 61, 0, 21]
+    assert [tokens_of(words)[1] for words in filled.words] == [22, 17, 62, 31, 22]
+    # What cannot be is known ahead, too; a row is not hurt by its neighbour.
+    token_ids[1, 4:6], token_ids[2, 4:6] = [5, 0], [30, 0]
+    masks.start_ahead([MaskedRow(0, row, 5, 2) for row in (1, 2)], token_ids)
+    filled = fill(masks, {2: (prompt, [10, 15, 30]), 1: (prompt, [10, 20, 5])})
+    assert list(filled.errors) == [1]
+    assert "5 is not more than 20" in str(filled.errors[1])
+    assert tokens_of(filled.words[0])[:2] == [0, 31]
+
+
 def test_rows_without_masks_have_no_state() -> None:
     masks = no_grammars(2, SIZE)
     masks.open(1, SamplingSpec(temperature=0.5))

@@ -202,8 +202,9 @@ class Guidance:
             for matcher, token_id in new:
                 matcher.consume_token(token_id)
         # Each of the library's threads takes neighbours, which should not be in the way of others.
-        order = sorted(zip(constraints, places, strict=True), key=lambda pair: pair[0].lock_id)
-        pairs = [(constraint.matcher, place) for constraint, place in order]
+        locks = [constraint.lock_id for constraint in constraints]
+        order = sorted(range(len(locks)), key=locks.__getitem__)
+        pairs = [(matchers[i], places[i]) for i in order]
         # The tokenizer may have more tokens than the model: then masks are cut.
         fits = words.shape[1] == self._num_words
         masks = words if fits else np.empty((len(words), self._num_words), np.int32)

@@ -264,20 +264,22 @@ class RowMasks:
         token_ids: Int32s,
     ) -> None:
         """Start to fill the masks of those of the rows that are at `places`."""
+        picked = [rows[place] for place in places]
+        ends = [row.row for row in picked], [row.num_tokens - 1 for row in picked]
+        lasts: list[int] = token_ids[ends].tolist()
         new_ids: list[int | None] = []
-        for place, last in zip(places, _last_tokens(rows, places, token_ids), strict=True):
-            row = rows[place]
+        for place, row, last in zip(places, picked, lasts, strict=True):
             state = self._state(row)
-            state.settle()
             num_output = row.num_tokens - row.num_prompt_tokens
-            if state.compiled is not None and (
-                state.constraint is None or num_output > state.num_accepted + 1
-            ):
+            if state.ahead is not None:
+                state.settle()
+            num_new = num_output - state.num_accepted
+            if state.compiled is not None and (state.constraint is None or num_new > 1):
                 reason = self._catch_up(state, row, token_ids[row.row])
                 if reason:
                     filling.reasons[place] = f"the grammar cannot go on: {reason}"
-            num_new = num_output - state.num_accepted
-            has_ended = num_new > 0 and last in state.spec.end_token_ids
+                num_new = num_output - state.num_accepted
+            has_ended = num_new and last in state.spec.end_token_ids
             if state.constraint is None or has_ended or num_new > 1:
                 filling.words[place] = self._all
                 continue
@@ -362,15 +364,6 @@ class RowMasks:
         for number, token_id in spec.forced_tokens:
             if number == len(output):
                 words[:] = words_of([token_id], self._vocab_size)
-
-
-def _last_tokens(
-    rows: Sequence[MaskedRow], places: Sequence[int], token_ids: Int32s
-) -> list[int]:
-    """The last tokens of the rows at `places`."""
-    ends = [(rows[place].row, rows[place].num_tokens - 1) for place in places]
-    last: list[int] = token_ids[tuple(np.array(ends, np.int64).reshape(-1, 2).T)].tolist()
-    return last
 
 
 def _take_out(words: Words, token_ids: Sequence[int], gives_way: bool = True) -> None:
