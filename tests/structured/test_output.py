@@ -417,7 +417,7 @@ def test_masks_of_one_grammar_are_computed_under_several_locks(
     library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1], num_threads=3)
     quick = Grammar("regex", "[a-z]{3}")
     states = [library.compile(quick).fork() for _ in range(30)]
-    assert sorted(Counter(each.lock_id for each in states).values()) == [5] * 6
+    assert sorted(Counter(each.lock_id for each in states).values()) == [2] * 6 + [3] * 6
     first = np.empty((1, num_words(320)), np.int32)
     library.fill(states[:1], [None], [0], first).result()
     token_id = int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])

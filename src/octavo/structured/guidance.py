@@ -34,14 +34,15 @@ MAX_THREADS = 32
 MAX_COMPILED = 256  # grammars that stay compiled
 # Copies of a matcher share a lock, which each holds while it computes a mask. Several matchers of
 # one grammar let several threads compute masks for it; each is compiled, if that is quick.
-MATCHERS_PER_THREAD = 2
+MATCHERS_PER_THREAD = 4
+MAX_MATCHERS = 64  # of a grammar; some hundred KB each
 MAX_REPEATED_SECONDS = 0.02
 # White space between the parts of a JSON text: a space, or a new line and what it is indented by.
 # Some models would write it for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
-# Sets of tokens that llguidance allows or forbids as a whole: parts of JSON strings, by their length,
-# and white space. Its own have lengths of 10 and 30 alone, so that towards the end of a string with a
-# `maxLength`, it looks at every token.
+# Sets of tokens that llguidance allows as a whole: white space, and what JSON strings consist of, by
+# length. Its own sets know lengths of 10 and 30 only, so that in a string with a `maxLength`, it
+# looks at more tokens one by one.
 _STRING_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 14, 20, 30)
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
@@ -49,8 +50,6 @@ SLICES = [
     *(f"{_IN_STRING}{{1,{length}}}" for length in _STRING_LENGTHS),
     f"{_IN_STRING}+",
 ]
-# From so many tokens on, they are accepted by the library's threads, which it takes time to wake.
-MIN_SHARED = 128
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -152,7 +151,7 @@ class Guidance:
         self._end_ids: list[int] = []  # that stand for the end of the output in them
 
     def compile(self, grammar: Grammar) -> GuidanceConstraint:
-        most = MATCHERS_PER_THREAD * self._num_threads
+        most = min(MATCHERS_PER_THREAD * self._num_threads, MAX_MATCHERS)
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None:
@@ -195,11 +194,8 @@ class Guidance:
         """
         assert self._thread is not None, "a grammar was compiled"
         matchers = [constraint.matcher for constraint in constraints]
-        new = [pair for pair in zip(matchers, token_ids, strict=True) if pair[1] is not None]
-        if len(new) >= MIN_SHARED:
-            self._executor.consume_token_par(new)
-        else:
-            for matcher, token_id in new:
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            if token_id is not None:
                 matcher.consume_token(token_id)
         # Each of the library's threads takes neighbours, which should not be in the way of others.
         locks = [constraint.lock_id for constraint in constraints]
