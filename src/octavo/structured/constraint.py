@@ -35,7 +35,7 @@ class Filled(NamedTuple):
     """What `ConstraintLibrary.fill` has found out."""
 
     is_accepting: NDArray[np.bool_]  # of each constraint: the output may end here
-    # Constraint, by its index -> why its token cannot be, or nothing can be said of what may follow.
+    # Index of a constraint -> why its token cannot be, or nothing can be said of what may follow.
     errors: dict[int, str]
 
 

@@ -40,8 +40,8 @@ MAX_REPEATED_SECONDS = 0.02
 # White space between the parts of a JSON text: a space, or a new line and what it is indented by.
 # Some models would write it for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
-# Sets of tokens that llguidance allows as a whole: white space, and what JSON strings consist of, by
-# length. Its own sets know lengths of 10 and 30 only, so that in a string with a `maxLength`, it
+# Sets of tokens that llguidance allows as a whole: white space, and what JSON strings consist of,
+# by length. Its own sets know lengths of 10 and 30 only, so that in a string with a `maxLength`, it
 # looks at more tokens one by one.
 _STRING_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 14, 20, 30)
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
@@ -243,10 +243,12 @@ class Guidance:
             if source is None:
                 raise InvalidRequest(field, "the model has no tokenizer to read texts with")
             try:
-                options = {"eos_token": self._eos_ids or None, "slices": SLICES}
-                tokenizer = LLTokenizer(source, **options)
+                eos_ids = self._eos_ids or None
+                tokenizer = LLTokenizer(source, eos_token=eos_ids, slices=SLICES)
                 if tokenizer.vocab_size < self._vocab_size:  # the model's has padding
-                    tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, **options)
+                    tokenizer = LLTokenizer(
+                        source, n_vocab=self._vocab_size, eos_token=eos_ids, slices=SLICES
+                    )
             except ValueError as error:
                 raise InvalidRequest(
                     field, f"llguidance cannot read the model's tokenizer: {_message(str(error))}"

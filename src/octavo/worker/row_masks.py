@@ -248,8 +248,8 @@ class RowMasks:
         return PendingMasks(bool(filling.pending or ahead), result)
 
     def start_ahead(self, rows: Sequence[MaskedRow], token_ids: Int32s) -> None:
-        """Start to fill masks of grammars before it is known which rows need one next: `start` takes
-        those that it can use. See there."""
+        """Start to fill masks of grammars before it is known which rows need one next: `start`
+        takes those that it can use. See there."""
         begun = [row for row in rows if self._state(row).constraint is not None]
         filling = _Filling(np.empty((len(begun), self._num_words), np.int32))
         self._fill(filling, range(len(begun)), begun, token_ids)

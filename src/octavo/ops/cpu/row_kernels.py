@@ -296,7 +296,9 @@ def _mask(address: int, like: Any) -> None:
             if places[r] < 0:
                 continue
             row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
-            mask = carray(pointer_to(args[WEIGHT] + places[r] * args[HEADS] * 4, int32), args[HEADS])
+            mask = carray(
+                pointer_to(args[WEIGHT] + places[r] * args[HEADS] * 4, int32), args[HEADS]
+            )
             next_word = (first + head) // WORD_BITS
             words = mask[next_word : next_word + num_words]
             is_damaged = _mask_words(row[head:tail], words, like)

@@ -199,8 +199,8 @@ def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tens
 def mask_rows(
     logits: Tensor, words: NDArray[np.int32], places: NDArray[np.int32], first: int
 ) -> None:
-    """Write -inf wherever a row's mask rules an element out. No mask hides that a row is not finite:
-    one with a NaN or a +inf becomes NaN.
+    """Write -inf wherever a row's mask rules an element out. A row with a NaN or a +inf becomes NaN:
+    no mask hides that it is not finite.
 
     Args:
         logits: [num_rows, size], each row dense; changed in place.
@@ -209,7 +209,8 @@ def mask_rows(
         first: the bit of a row's first element.
     """
     num_rows, size = logits.shape
-    assert logits.stride(1) == 1 and first + size <= 32 * words.shape[1], "masks cover the rows"
+    assert logits.stride(1) == 1, "the kernel takes dense rows"
+    assert first + size <= 32 * words.shape[1], "masks cover the rows"
     kernel = _mask_kernel(logits.dtype)
     if kernel is None:
         for row in np.flatnonzero(places >= 0).tolist():
