@@ -199,8 +199,8 @@ def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tens
 def mask_rows(
     logits: Tensor, words: NDArray[np.int32], places: NDArray[np.int32], first: int
 ) -> None:
-    """Write -inf wherever a row's mask rules an element out. A row with a NaN or a +inf becomes NaN:
-    no mask hides that it is not finite.
+    """Write -inf wherever a row's mask rules an element out. A row with a NaN or a +inf becomes NaN,
+    because no mask may hide that it is not finite.
 
     Args:
         logits: [num_rows, size], each row dense; changed in place.
