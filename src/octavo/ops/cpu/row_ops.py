@@ -199,7 +199,7 @@ def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tens
 def mask_rows(
     logits: Tensor, words: NDArray[np.int32], places: NDArray[np.int32], first: int
 ) -> None:
-    """Write -inf wherever a row's mask rules an element out. A row with a NaN or a +inf becomes NaN,
+    """Write -inf wherever a row's mask rules an element out. A row with NaN or +inf becomes NaN,
     because no mask may hide that it is not finite.
 
     Args:
