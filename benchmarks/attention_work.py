@@ -46,7 +46,9 @@ class DirectStaging:
     def __init__(self, device: torch.device = GPU) -> None:
         self._device = device
 
-    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+    def put(
+        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+    ) -> Tensor:
         assert values.size <= capacity, name
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 

@@ -109,7 +109,9 @@ class DeviceStaging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def put(self, name: str, values: NDArray[np.int32], capacity: int) -> Tensor:
+    def put(
+        self, name: str, values: NDArray[np.int32], capacity: int, of_tokens: bool = False
+    ) -> Tensor:
         assert values.size <= capacity, name
         return torch.from_numpy(values).to(self._device)
 

@@ -44,7 +44,10 @@ def scratch(num_places: int, kv_heads: int, group: int, dim: int, device: torch.
 
 def configs(device: torch.device, dtype: torch.dtype, group: int, dim: int) -> list[DecodeConfig]:
     if device.type == "cpu":
-        return [DecodeConfig(tile=16, num_warps=1, num_stages=1, num_programs=8)]
+        return [
+            DecodeConfig(16, 1, num_stages=1, num_programs=8, is_early=is_early)
+            for is_early in (False, True)
+        ]
     found = [decode_config(dtype, dim, group, num_pairs) for num_pairs in (1, 100, 1000)]
     return list(dict.fromkeys(found))
 
@@ -106,8 +109,8 @@ def test_items_have_the_fields_that_the_kernels_read() -> None:
 def test_configurations_for_little_shared_memory_take_less() -> None:
     """The second one is for much shared memory: 138 KB, and many GPUs have 99."""
     for dim in (64, 128, 256):
-        much = decode_config(torch.bfloat16, dim, 4, 8)
-        little = decode_config(torch.bfloat16, dim, 4, 8, shared_memory=99 << 10)
+        much = decode_config(torch.bfloat16, dim, 4, 32)
+        little = decode_config(torch.bfloat16, dim, 4, 32, shared_memory=99 << 10)
         assert much.num_programs < little.num_programs
         keys_and_values = 2 * 2 * dim * little.tile * little.num_stages
         assert keys_and_values < 99 << 10

@@ -201,7 +201,9 @@ class FixedStaging:
         self._places: dict[str, Tensor] = {}
         self.lengths: dict[str, int] = {}
 
-    def put(self, name: str, values: NDArray[np.int32], capacity: int) -> Tensor:
+    def put(
+        self, name: str, values: NDArray[np.int32], capacity: int, of_tokens: bool = False
+    ) -> Tensor:
         place = self._places.setdefault(
             name, torch.zeros(capacity, dtype=torch.int32, device=self._device)
         )

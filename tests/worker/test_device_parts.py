@@ -62,6 +62,27 @@ def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
         staging.put("c", np.zeros(1, np.int64), 1 << 13)
 
 
+def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
+    staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=500, num_bytes=1 << 14)
+    addresses: dict[bool, set[int]] = {False: set(), True: set()}
+    for step, length in enumerate([500, 3, 4, 5, 1, 300]):
+        staging.begin()
+        tokens = staging.put("tokens", np.arange(length) + step, 500, of_tokens=True)
+        others = staging.put("others", np.arange(2) + step, 500, of_tokens=True)
+        rows = staging.put("rows", np.full(2, step), 4)
+        # What a step uploads besides the rows of the sequences.
+        assert (staging._used_from < 1 << 14) == (length > 4)
+        assert staging._used <= 3 * 256
+        staging.flush()
+        assert tokens.tolist() == list(range(step, step + length))
+        assert others.tolist() == [step, step + 1]
+        assert rows.tolist() == [step] * 2
+        addresses[length > 4].add(tokens.data_ptr())
+    assert [len(each) for each in addresses.values()] == [1, 1]
+    with pytest.raises(AssertionError, match="more: no room for 12000 bytes"):
+        staging.put("more", np.zeros(5), 1500, of_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_shapes"),
     [(1, 1, 2), (4096, 4096, 2), (256, 1 << 20, 2), (1, 1, 64), (4096, 1 << 18, 24)],

@@ -236,11 +236,17 @@ class Staging(Protocol):
     max_num_seqs: int
     max_num_tokens: int
 
-    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+    def put(
+        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+    ) -> Tensor:
         """`values` on the device, valid once the step computes.
 
-        The address depends on the name alone, so that a captured graph may keep it. `capacity` is
-        the largest length that will ever be put under this name.
+        The address depends on the name alone, so that a captured graph may keep it; if `of_tokens`,
+        also on whether there are more than `max_num_seqs` values.
+
+        Args:
+            capacity: the largest length that will ever be put under this name.
+            of_tokens: whether there are as many values as a step has tokens, not sequences.
         """
 
     def begin(self) -> None:
@@ -261,7 +267,9 @@ class HostStaging:
     def flush(self) -> None:
         """See Staging.flush."""
 
-    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+    def put(
+        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+    ) -> Tensor:
         return torch.from_numpy(values)
 
 

@@ -297,8 +297,8 @@ class ModelRunner:
             rows = _padded(rows, padded.num_singles)
         staged_rows = staging.put("rows", rows, staging.max_num_seqs)
         return (
-            staging.put("input_ids", ids, staging.max_num_tokens),
-            staging.put("positions", positions, staging.max_num_tokens),
+            staging.put("input_ids", ids, staging.max_num_tokens, of_tokens=True),
+            staging.put("positions", positions, staging.max_num_tokens, of_tokens=True),
             staged_rows,
         )
 

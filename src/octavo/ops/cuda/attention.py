@@ -208,6 +208,7 @@ class TritonBackend:
                 num_padded,
                 work,
                 is_causal=not shape.reads_encoder,
+                min_split=config.min_split,
             )
             max_splits = max(1, MAX_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS
@@ -284,7 +285,8 @@ class TritonBackend:
                 items = np.concatenate([items, empty])  # they name no keys and no tokens
             # A work item has at least one token.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
-            self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
+            staged = staging.put(name, items.reshape(-1), capacity, of_tokens=True)
+            self._prefills[shape] = staged, config
 
     def forward(
         self,
@@ -447,7 +449,9 @@ def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
     tokens[num_tokens:, 1] = -1
     tokens[seqs.tokens[seqs.lens == 1], 1] = -1
     staging = batch.staging
-    return staging.put("attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens)
+    return staging.put(
+        "attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens, of_tokens=True
+    )
 
 
 def _changes(

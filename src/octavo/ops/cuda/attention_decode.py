@@ -49,6 +49,13 @@ bytes, and takes this many times as long as bf16 with the configuration above:
            8 x 1,024           0.62             0.71             0.68             0.63
 One sequence is a matter of latency, to which the conversions add. Other head sizes and groups have
 the tiles of bf16; they were not measured.
+
+Up to 8 pairs of sequences and KV heads are a matter of latency: what counts is how many loads wait
+for others. Their splits are single tiles, which are loaded before the preceding kernel has ended,
+and are combined all at once (docs/performance.md, Decode steps). Constants are loaded early, too:
+after the wait, their layouts would be changed through shared memory before the queries are asked
+for, and each would be a latency of its own.
+
 Block ids are carried from tile to tile: loaded in the same iteration, Triton would copy them
 through shared memory, 4 bytes per copy and as many copies as the keys themselves need.
 """
@@ -70,6 +77,7 @@ from octavo.ops.cuda.attention_scores import (
     has_fast_tanh,
     log2_scores,
 )
+from octavo.ops.cuda.attention_work_items import MIN_SPLIT
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
@@ -85,12 +93,12 @@ from octavo.ops.cuda.paged import (
     unscaled,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.rotary import load_heads
+from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
+_MOST_COMBINED = 64  # splits that are combined at once
 _SMS = 132  # of the GPU that the configurations were measured on
-_COMBINED = 32  # elements of partial results that a thread holds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,9 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     num_programs: int  # that the keys are split for
+    is_early: bool = False  # loads its first tile before the preceding kernels have ended
+    min_split: int = MIN_SPLIT  # keys that a split has at least
+    combined: int = 32  # elements of partial results that a thread combines at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,9 @@ def decode_config(
         if group == 1 and num_pairs >= 512:
             return DecodeConfig(32, 1, num_stages=3, num_programs=MAX_PROGRAMS)
         return DecodeConfig(64, 1, num_stages=2, num_programs=MAX_PROGRAMS)
+    if num_pairs <= 8 and not is_fp8 and dtype != torch.float32 and group <= 16 and padded <= 256:
+        tile = 64 if padded <= 128 else 32
+        return DecodeConfig(tile, 4, 2, _SMS, is_early=True, min_split=tile, combined=128)
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
     is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
@@ -195,6 +209,107 @@ def _combine(
     tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=inside)
 
 
+@triton.jit
+def _load_tile(
+    keys,
+    values,
+    blocks,
+    first,
+    end,
+    block_stride,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAIRED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """K and V of the keys first .. first + TILE - 1; V is 0 past `end`.
+
+    PAIRED: values of e4m3 are loaded as int16, two elements of a token in each. Tensor cores
+    take tokens in pairs, which Triton gathers byte by byte where elements have only 8 bits; of
+    int16, the lower and the upper halves are two matrices, each with every other element.
+    EARLY: before the preceding kernels have ended, so past the L1 cache (pdl.py).
+    """
+    dim = tl.arange(0, DIM_PAD)
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+    places = offsets[:, None] + dim[None, :]
+    # Values never written may be NaN, which a weight of 0 does not remove.
+    written = (first + tl.arange(0, TILE) < end)[:, None]
+    in_head = dim[None, :] < HEAD_DIM
+    if EARLY:  # programs without keys load nothing
+        k = tl.load(keys + places, mask=written & in_head, other=0.0, cache_modifier=CACHE)
+    elif DIM_PAD == HEAD_DIM:
+        k = tl.load(keys + places)
+    else:
+        k = tl.load(keys + places, mask=in_head, other=0.0)
+    if PAIRED:
+        pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
+        pair = tl.arange(0, DIM_PAD // 2)
+        if DIM_PAD != HEAD_DIM:
+            written = written & (pair < HEAD_DIM // 2)[None, :]
+        places = (offsets // 2)[:, None] + pair[None, :]
+        v = tl.load(pairs + places, mask=written, other=0, cache_modifier=CACHE)
+    else:
+        if DIM_PAD != HEAD_DIM:
+            written = written & in_head
+        v = tl.load(values + places, mask=written, other=0.0, cache_modifier=CACHE)
+    return k, v
+
+
+@triton.jit
+def _attend(
+    q,
+    up,
+    k,
+    v,
+    top,
+    total,
+    acc,
+    upper,
+    first,
+    end,
+    position,
+    scale,
+    cap,
+    slope,
+    bias,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """The softmax so far (top, total, acc, upper), with the keys of one more tile."""
+    EXPONENT: tl.constexpr = FLOAT16_WEIGHT if up is not None else 0.0
+    key = first + tl.arange(0, TILE)
+    products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    if up is not None:
+        products *= up[:, None]
+    distance = (key - position)[None, :]
+    scores = log2_scores(products, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE)
+    visible = key < end
+    if WINDOW > 0:
+        visible = visible & (key > position - WINDOW)
+    scores = tl.where(visible[None, :], scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) - EXPONENT)
+    weights = tl.exp2(scores - new_top[:, None])
+    old_weight = tl.exp2(top - new_top)
+    total = total * old_weight + tl.sum(weights, 1)
+    acc = acc * old_weight[:, None]
+    weights = weights.to(q.dtype)
+    if PAIRED:
+        upper = upper * old_weight[:, None]
+        low, high = halves(v, q.dtype)
+        acc = tl.dot(weights, low, acc, input_precision=PRECISION)
+        upper = tl.dot(weights, high, upper, input_precision=PRECISION)
+    else:
+        acc = tl.dot(weights, v.to(q.dtype), acc, input_precision=PRECISION)
+    return new_top, total, acc, upper
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     query,
@@ -242,13 +357,12 @@ def _decode_kernel(
     MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAIRED: tl.constexpr,
+    EARLY: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PAIRED: values of e4m3 are loaded as int16, two elements of a token in each. Tensor cores
-    take tokens in pairs, which Triton gathers byte by byte where elements have only 8 bits; of
-    int16, the lower and the upper halves are two matrices, each with every other element.
-    """
+    """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
+    ended."""
     allow_next(PDL)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
@@ -261,18 +375,45 @@ def _decode_kernel(
     split = tl.load(item + 5)
     num_splits = tl.load(item + 6)
     first_place = tl.load(item + 7)
+    new_block = tl.load(table + tl.maximum(position, 0) // BLOCK_SIZE)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
+    if EARLY:
+        # Earlier steps have written the cached keys, and a step begins when all before have ended.
+        rest_blocks = tile_blocks(table, begin + TILE, end, TILE, BLOCK_SIZE)
+        first_k, first_v = _load_tile(
+            keys, values, blocks, begin, end, block_stride,
+            TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, True,
+        )  # fmt: skip
+    # Constants, too: later, their layouts would be changed one after the other before queries load.
+    c, s = load_angles(position, cos, sin, DIM_PAD, ROTARY_HALF, INTERLEAVED)
+    q_weight, q_partner_weight = load_weights(
+        query_weight, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM
+    )
+    k_weight, k_partner_weight = load_weights(
+        key_weight, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM
+    )
     wait_previous(PDL)
     if token >= 0:
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, DIM_PAD)
-        lane = tl.arange(0, TILE)
         in_query = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
         query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
-        q = load_heads(
-            query, row, row < GROUP, position, cos, sin, query_weight, query_eps,
+        one = tl.arange(0, 1)
+        from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
+        new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
+        # All that the preceding kernel wrote is asked for before any of it is used.
+        q, q_partner = read_heads(
+            query + row[:, None] * HEAD_DIM, row < GROUP,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED,
+        )  # fmt: skip
+        k_new, k_partner = read_heads(
+            key + from_token + one[:, None], one < 1, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED
+        )
+        v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
+        q = change_heads(
+            q, q_partner, q_weight, q_partner_weight, c, s, query_eps,
             HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
 
@@ -287,27 +428,22 @@ def _decode_kernel(
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         if (split == num_splits - 1) & (position >= 0):
             # The new token, which no other program reads, is taken from the projection.
-            one = tl.arange(0, 1)
-            from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
-            k_new = load_heads(
-                key + from_token, one, one < 1, position, cos, sin, key_weight, key_eps,
+            new_key = change_heads(
+                k_new, k_partner, k_weight, k_partner_weight, c, s, key_eps,
                 HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
-            new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
-            v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
-            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-            slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+            slot = new_block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
             # Attended to as it is cached: the result is that of any later query.
-            k_new = stored(k_new, key_inverse)
-            v_new = stored(v_new, value_inverse)
-            tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
-            tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
-            product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
+            new_key = stored(new_key, key_inverse)
+            new_value = stored(v_new, value_inverse)
+            tl.store(keys + slot + dim[None, :], new_key, mask=new_inside)
+            tl.store(values + slot + dim[None, :], new_value, mask=new_inside)
+            product = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1)
             top = capped_scores(product, scale, cap, FAST_TANH)
             if bias is not None:
                 top += tl.load(bias)
             total = total + 1.0
-            acc = acc + v_new.to(tl.float32)
+            acc = acc + new_value.to(tl.float32)
             if sinks is not None:  # joins here, so once, however the keys are split
                 sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
                 new_top = tl.maximum(top, sink)
@@ -318,59 +454,29 @@ def _decode_kernel(
         up = None
         if (key_inverse is not None) and (q.dtype == tl.bfloat16):
             q, up = in_float16(q)
-        EXPONENT: tl.constexpr = FLOAT16_WEIGHT if up is not None else 0.0
         upper = 0.0
         if PAIRED:
             acc, upper = tl.split(tl.reshape(acc, [ROWS, DIM_PAD // 2, 2]))
-            pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
-            pair = tl.arange(0, DIM_PAD // 2)
-        for first in tl.range(begin, end, TILE):
+        rest = begin
+        if EARLY:
+            top, total, acc, upper = _attend(
+                q, up, first_k, first_v, top, total, acc, upper,
+                begin, end, position, scale, cap, slope, bias,
+                TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
+            )  # fmt: skip
+            blocks = rest_blocks
+            rest = begin + TILE
+        for first in tl.range(rest, end, TILE):
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
-            offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
-            places = offsets[:, None] + dim[None, :]
-            written = first + lane < end
-            # Values never written may be NaN, which a weight of 0 does not remove.
-            in_head = dim[None, :] < HEAD_DIM
-            if DIM_PAD == HEAD_DIM:
-                k = tl.load(keys + places)
-            else:
-                k = tl.load(keys + places, mask=in_head, other=0.0)
-            if PAIRED:
-                places = (offsets // 2)[:, None] + pair[None, :]
-                inside = written[:, None]
-                if DIM_PAD != HEAD_DIM:
-                    inside = inside & (pair < HEAD_DIM // 2)[None, :]
-                v = tl.load(pairs + places, mask=inside, other=0)
-            elif DIM_PAD == HEAD_DIM:
-                v = tl.load(values + places, mask=written[:, None], other=0.0)
-            else:
-                v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
-            products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-            if up is not None:
-                products *= up[:, None]
-            distance = (first + lane - position)[None, :]
-            scores = log2_scores(
-                products, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE
-            )
-            visible = written
-            if WINDOW > 0:
-                visible = written & (first + lane > position - WINDOW)
-            scores = tl.where(visible[None, :], scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1) - EXPONENT)
-            weights = tl.exp2(scores - new_top[:, None])
-            old_weight = tl.exp2(top - new_top)
-            total = total * old_weight + tl.sum(weights, 1)
-            acc = acc * old_weight[:, None]
-            weights = weights.to(q.dtype)
-            if PAIRED:
-                upper = upper * old_weight[:, None]
-                low, high = halves(v, q.dtype)
-                acc = tl.dot(weights, low, acc, input_precision=PRECISION)
-                upper = tl.dot(weights, high, upper, input_precision=PRECISION)
-            else:
-                acc = tl.dot(weights, v.to(q.dtype), acc, input_precision=PRECISION)
-            top = new_top
+            k, v = _load_tile(
+                keys, values, blocks, first, end, block_stride,
+                TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, False,
+            )  # fmt: skip
+            top, total, acc, upper = _attend(
+                q, up, k, v, top, total, acc, upper, first, end, position, scale, cap, slope, bias,
+                TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
+            )  # fmt: skip
             blocks = next_blocks
         if PAIRED:
             acc = tl.interleave(acc, upper)
@@ -445,6 +551,7 @@ def decode_attention(
     assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
     group_pad = power_of_2(group)
     dim_pad = max(16, power_of_2(head_dim))
+    num_held = config.num_warps * 32 * config.combined
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
         key,
@@ -475,7 +582,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         ROWS=max(16, group_pad),
-        CHUNK=max(1, config.num_warps * 32 * _COMBINED // (group_pad * dim_pad)),
+        CHUNK=min(_MOST_COMBINED, max(1, num_held // (group_pad * dim_pad))),
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         INTERLEAVED=changes.interleaved,
@@ -484,6 +591,7 @@ def decode_attention(
         MAX_DISTANCE=scores.max_distance,
         PRECISION=precision_of(query.dtype),
         PAIRED=kv_scales is not None and head_dim % 2 == 0,
+        EARLY=config.is_early,
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

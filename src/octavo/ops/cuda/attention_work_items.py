@@ -139,6 +139,7 @@ def decode_items(
     num_padded: int = 0,
     cascade: CascadeWork | None = None,
     is_causal: bool = True,
+    min_split: int = MIN_SPLIT,
 ) -> DecodeWork:
     """The work items of decodes, as `decode_attention` reads them; the last may be empty.
 
@@ -159,7 +160,7 @@ def decode_items(
         assert starts is None, "no cascades where a window moves over the keys"
         starts = cascade.ends
     lens = positions if starts is None else positions - starts  # cached keys that the query sees
-    splits, sizes = _split(lens, tile, num_splits)
+    splits, sizes = _split(lens, tile, num_splits, min_split)
     # The largest splits come first, so that programs end at about the same time.
     order = (-sizes).argsort(kind="stable")
     items = np.zeros((capacity, ITEM_FIELDS), np.int32)
@@ -212,7 +213,9 @@ def num_places(num_splits: int) -> int:
     return 3 * num_splits + 2
 
 
-def _split(lens: Int32s, tile: int, num_splits: int) -> tuple[Int32s | None, Int32s]:
+def _split(
+    lens: Int32s, tile: int, num_splits: int, min_split: int
+) -> tuple[Int32s | None, Int32s]:
     """How many splits each sequence gets (None: no sequence is split), and their size.
 
     `num_splits` in all where they are even, so that all programs run in one wave: a few too many
@@ -221,14 +224,14 @@ def _split(lens: Int32s, tile: int, num_splits: int) -> tuple[Int32s | None, Int
     padded = np.maximum(lens, 1)
     even = -(-int(padded.sum()) // num_splits)
     short = -(-2 * even // 3)
-    if max(short, MIN_SPLIT) >= int(lens.max()):
+    if max(short, min_split) >= int(lens.max()):
         return None, lens
-    splits = _cut(padded, even * _SPLIT_SIZES[-1], tile)
+    splits = _cut(padded, even * _SPLIT_SIZES[-1], tile, min_split)
     if int(splits.sum()) > num_splits:
-        splits = _cut(padded, short, tile)
+        splits = _cut(padded, short, tile, min_split)
     else:
         for factor in _SPLIT_SIZES[:-1]:
-            finer = _cut(padded, even * factor, tile)
+            finer = _cut(padded, even * factor, tile, min_split)
             if int(finer.sum()) <= num_splits:
                 splits = finer
                 break
@@ -238,9 +241,9 @@ def _split(lens: Int32s, tile: int, num_splits: int) -> tuple[Int32s | None, Int
     return (padded + (sizes - 1)) // sizes, sizes
 
 
-def _cut(lens: Int32s, longest: float, tile: int) -> Int32s:
+def _cut(lens: Int32s, longest: float, tile: int, min_split: int) -> Int32s:
     """How many splits of at most about `longest` keys each sequence gets."""
-    size = -(-max(int(longest), MIN_SPLIT) // tile) * tile
+    size = -(-max(int(longest), min_split) // tile) * tile
     splits: Int32s = (lens + (size - 1)) // size
     return splits
 
