@@ -66,11 +66,12 @@ class HopperTiles:
 #                     256 tokens     248   303   206           tiles of 32 tokens
 #   MXFP4, gpt-oss-20b,  8 tokens    147   168   122
 #                      64 tokens     207   243   179
+#                     128 tokens     257         244           tiles of 32 tokens, on 2026-11-23
 #                     256 tokens     371   316                 tiles of 64 tokens
 # (one program of MXFP4 as HopperTiles.overlaps, which takes 4% more time where two share an SM, and
 # 361 in place of 316 otherwise). In bfloat16 this kernel took 118, 274 and 293 for 8, 64 and 256
 # tokens where experts.py's takes 115, 269 and 290.
-_PROGRAMS = {(8, 16): 3, (8, 32): 2, (4, 16): 2, (4, 64): 1}
+_PROGRAMS = {(8, 16): 3, (8, 32): 2, (4, 16): 2, (4, 32): 2, (4, 64): 1}
 
 
 def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
