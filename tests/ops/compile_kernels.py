@@ -170,7 +170,7 @@ def quantized_projections() -> None:
         for num_tokens, epilogue in (
             (1, Epilogue.NONE),
             (64, Epilogue.SILU_MUL),
-            (300, Epilogue.NONE),
+            (300, Epilogue.SILU_MUL if i % 3 == 0 else Epilogue.NONE),
         ):
             x = torch.zeros(num_tokens, 1024, dtype=dtype)
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)

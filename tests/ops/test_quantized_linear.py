@@ -11,7 +11,13 @@ from gluon_emulator import Descriptor, Emulated, run
 from test_quantized_forms import FORMS
 from torch import Tensor
 
-from octavo.ops.cuda import linear, linear_hopper, linear_quantized, stored_weights
+from octavo.ops.cuda import (
+    linear,
+    linear_hopper,
+    linear_quantized,
+    quantized_tiles,
+    stored_weights,
+)
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.quantize import quantize_rows
@@ -21,6 +27,7 @@ from octavo.ops.cuda.quantized_tiles import (
     candidates,
     keep_tiles,
     measured_tiles,
+    persistent_tiles,
 )
 from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -39,6 +46,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         workspace = torch.empty(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
         for module, kernel in (
             (linear_quantized, "quantized_linear_kernel"),
+            (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
@@ -150,6 +158,32 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
         out = x.new_empty(20, 130)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)
         assert relative(out, wanted) < TOLERANCE, tiles
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("num_tokens", [100, 300])
+@pytest.mark.parametrize("num_sms", [2, 7, 132])
+def test_persistent_programs_share_tiles_in_any_way(
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    epilogue: Epilogue,
+    num_tokens: int,
+    num_sms: int,
+) -> None:
+    monkeypatch.setattr(quantized_tiles, "_NUM_SMS", num_sms)
+    dtype = torch.bfloat16 if num_sms == 7 else torch.float16
+    form = made(name, 260, 1152, hopper)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    tiles = persistent_tiles(num_tokens, stored)
+    x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
+    out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
+    for _ in range(2):  # and are ready for the next product
+        launch(x, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial=False)
+        wanted = apply_epilogue(x.float() @ form.dequantize().t() + bias.float(), epilogue)
+        assert relative(out, wanted) < TOLERANCE
 
 
 def test_measured_tiles_are_kept_for_later_processes(

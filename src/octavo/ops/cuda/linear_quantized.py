@@ -1,9 +1,9 @@
 """y = x W^T on Hopper with W quantized in memory.
 
-Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py). A model that
-was made for it has its inputs rounded to FP8, too, if they are more than a few. Otherwise W is
-dequantized into a workspace first, and computed with as any other weight: that costs as much as
-writing it, and the product with many tokens costs more.
+Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
+linear_hopper_persistent.py). A model that was made for it has its inputs rounded to FP8, too, if
+they are more than a few. Otherwise W is dequantized into a workspace first, and computed with as
+any other weight: that costs as much as writing it, and the product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
+from octavo.ops.cuda.linear_hopper_persistent import (
+    HALF,
+    PIECE,
+    persistent_linear_kernel,
+    unpacking,
+)
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_SUMS,
@@ -41,8 +47,9 @@ from octavo.ops.cuda.quantized_tiles import (
     choose_tiles,
     keep_tiles,
     rounded_tiles,
+    steps_per_program,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
@@ -62,7 +69,10 @@ def launch(
     tiles: Tiles,
     is_partial: bool,
 ) -> None:
-    """Run linear_hopper_quantized's kernel."""
+    """Run linear_hopper_quantized's kernel, or linear_hopper_persistent's."""
+    if tiles.x_stages:
+        _launch_persistent(x, stored, bias, out, epilogue, tiles)
+        return
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
@@ -108,6 +118,64 @@ def launch(
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
+        **launch_options(x.device),
+    )
+
+
+def _launch_persistent(
+    x: Tensor,
+    stored: StoredWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: Epilogue,
+    tiles: Tiles,
+) -> None:
+    (num_tokens, size), num_rows = x.shape, out.shape[-1]
+    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
+    num_blocks = triton.cdiv(size, BLOCK)
+    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
+    per_program = steps_per_program(num_tiles, num_blocks)
+    num_steps = num_tiles * num_blocks
+    sums, arrivals = _workspace(x.device)
+    bits = 4 if stored.format == INT4 else 8
+    fetched = PIECE if epilogue.is_gated else tiles.rows
+    low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
+    num_programs = triton.cdiv(num_steps, per_program)
+    is_shared = per_program % num_blocks != 0
+    assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
+    assert not is_shared or num_tiles <= len(arrivals)
+    persistent_linear_kernel[(num_programs,)](
+        _descriptor(x, tiles.tokens, HALF),
+        _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
+        stored.scales,
+        stored.scales if stored.zeros is None else stored.zeros,
+        bias,
+        out,
+        sums,
+        arrivals,
+        num_tokens,
+        num_rows,
+        num_blocks,
+        num_steps,
+        per_program,
+        stored.stride_row,
+        stored.stride_group,
+        stored.block_rows,
+        max(1, stored.group // BLOCK),
+        ROWS=tiles.rows,
+        STAGES=tiles.stages,
+        X_STAGES=tiles.x_stages,
+        FORMAT=stored.format,
+        SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
+        HAS_ZEROS=stored.zeros is not None,
+        PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
+        UNPACK_LOW=low,
+        UNPACK_HIGH=high,
+        EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
+        HAS_BIAS=bias is not None,
+        num_warps=tiles.warps,
+        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
         **launch_options(x.device),
     )
 

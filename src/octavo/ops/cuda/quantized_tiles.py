@@ -1,4 +1,5 @@
-"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, and
+linear_hopper_persistent.py from 65 tokens on).
 
 A rule proposes a few by the shape, the best guess first: what was fastest, or nearly so, for the
 shapes of Llama 3 8B on an H200 (2026-11-22, Triton 3.6, benchmarks/quantized_linear.py). Which of
@@ -30,11 +31,13 @@ _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _MAX_SPLITS = 8
 _MAX_STAGES = 12
+_WHOLE_TILES = 0.95  # of the SMs busy: adding up parts of tiles takes longer than the others' rest
+_FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A configuration of linear_hopper_quantized.py's kernel."""
+    """A configuration of linear_hopper_quantized.py's kernel, or linear_hopper_persistent.py's."""
 
     tokens: int  # BM
     rows: int  # of W; with a gate half of them are gates
@@ -45,6 +48,7 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
+    x_stages: int = 0  # of half a block of x, if it is linear_hopper_persistent.py's
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,33 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
         kinds = [(128, 64, 2), (256, 128, 1), (256, 64, 1)]
     else:
         kinds = [(256, 128, 1), (128, 64, 2), (256, 64, 1)]
-    found = []
+    found = [persistent_tiles(product.tokens, stored)] if product.tokens >= 128 else []
     for tokens, rows, per_sm in kinds:
         tiles = _fitting(product, stored, tokens, rows, per_sm)
         if tiles is not None and tiles not in found:
             found.append(replace(tiles, scales_weights=scales_weights, by_warp=by_warp))
     return found
+
+
+def persistent_tiles(num_tokens: int, stored: StoredWeight) -> Tiles:
+    """Of linear_hopper_persistent.py's kernel."""
+    tokens, rows = 128 if num_tokens <= 128 else 256, 128
+    stages = 4 if stored.row_bytes < BLOCK else 3
+    room = _SHARED_MEMORY - 1024 - stages * stored.row_bytes * rows
+    x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
+    return Tiles(
+        tokens, rows, stages, rows // 16, scales_weights=stored.group > 0, x_stages=x_stages
+    )
+
+
+def steps_per_program(num_tiles: int, num_blocks: int) -> int:
+    """How many blocks of tiles a persistent program computes: whole tiles, if that leaves few SMs
+    without work in the end, else as many as all SMs share evenly."""
+    waves: int = triton.cdiv(num_tiles, _NUM_SMS)
+    if num_tiles > _WHOLE_TILES * waves * _NUM_SMS:
+        return waves * num_blocks
+    shared: int = triton.cdiv(num_tiles * num_blocks, _NUM_SMS)
+    return max(shared, min(_FEWEST_STEPS, num_blocks))
 
 
 def _fitting(
