@@ -163,6 +163,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
 @pytest.mark.parametrize("num_tokens", [100, 300])
+@pytest.mark.parametrize("tokens_and_rows", [(128, 128), (256, 128), (128, 256)])
 @pytest.mark.parametrize("num_sms", [2, 7, 132])
 def test_persistent_programs_share_tiles_in_any_way(
     hopper: torch.device,
@@ -170,6 +171,7 @@ def test_persistent_programs_share_tiles_in_any_way(
     name: str,
     epilogue: Epilogue,
     num_tokens: int,
+    tokens_and_rows: tuple[int, int],
     num_sms: int,
 ) -> None:
     monkeypatch.setattr(quantized_tiles, "_NUM_SMS", num_sms)
@@ -177,7 +179,7 @@ def test_persistent_programs_share_tiles_in_any_way(
     form = made(name, 260, 1152, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
-    tiles = persistent_tiles(num_tokens, stored)
+    tiles = persistent_tiles(stored, *tokens_and_rows, is_shared=num_sms > 2)
     x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
     out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
     for _ in range(2):  # and are ready for the next product

@@ -28,6 +28,8 @@ from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_WEIGHTS,
+    _integers,
+    _interleave,
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
@@ -38,6 +40,7 @@ _FLOAT8 = tl.constexpr(FLOAT8)
 _INT4 = tl.constexpr(INT4)
 _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
+_BLOCK = tl.constexpr(BLOCK)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
 # A name that changed between Triton 3.6 and 3.9.
@@ -99,6 +102,8 @@ def _produce(x, weight, buffers, count, places, GATED: gl.constexpr, PDL: gl.con
     begin, num_blocks, token_tiles, _ = places
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
+    WIDTH: gl.constexpr = x_tiles.shape[2]
+    NUM: gl.constexpr = _BLOCK // WIDTH  # of them in a block
     STAGES: gl.constexpr = ready.shape[0]
     for i in range(gl.minimum(count, STAGES)):
         _fetch_weights(weight, pieces, ready, i, places, GATED)
@@ -109,12 +114,12 @@ def _produce(x, weight, buffers, count, places, GATED: gl.constexpr, PDL: gl.con
             mbarrier.wait(free.index(i % STAGES), (i // STAGES - 1) & 1)
             _fetch_weights(weight, pieces, ready, i, places, GATED)
         token = (begin + i) // num_blocks % token_tiles * BM
-        column = (begin + i) % num_blocks * (2 * _HALF)
-        for half in gl.static_range(2):
-            stage = (2 * i + half) % X_STAGES
-            mbarrier.wait(x_free.index(stage), ((2 * i + half) // X_STAGES + 1) & 1)
+        column = (begin + i) % num_blocks * _BLOCK
+        for part in gl.static_range(NUM):
+            stage = (NUM * i + part) % X_STAGES
+            mbarrier.wait(x_free.index(stage), ((NUM * i + part) // X_STAGES + 1) & 1)
             mbarrier.expect(x_ready.index(stage), x.block_type.nbytes)
-            place = [token, column + half * _HALF]
+            place = [token, column + part * WIDTH]
             _fetch_tile(x, place, x_ready.index(stage), x_tiles.index(stage))
     if PDL:
         # All loads are issued: only now may the next kernel's weights compete with ours.
@@ -163,14 +168,14 @@ def _side_by_side(planes):
 
 
 @gluon.jit
-def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
-    """Half a block of W as DTYPE [rows, HALF], the left operand.
+def _weights(tile, words, factors, zeros, part: gl.constexpr, NUM: gl.constexpr, HOW: gl.constexpr):
+    """A block of W, or one half of it, as DTYPE [rows, BLOCK or HALF], the left operand.
 
     Args:
         tile: in shared memory, of which FLOAT8 is loaded here.
         words: of integers, already loaded.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
-        half: which one.
+        part: which one of the block's NUM.
     """
     FORMAT: gl.constexpr = HOW[0]
     DTYPE: gl.constexpr = HOW[1]
@@ -179,16 +184,19 @@ def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr)
     PARTS: gl.constexpr = HOW[4]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
     if FORMAT == _FLOAT8:
-        stored = tile.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
-        values = stored.to(gl.float16).to(gl.float32)
+        if NUM > 1:
+            tile = tile.slice(part * _HALF, _HALF, dim=1)
+        values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * factors[0].to(gl.float32)[:, None]
         values = values.to(DTYPE)
     else:
-        NUM: gl.constexpr = 4 if FORMAT == _INT4 else 2  # planes
-        if gl.bfloat16 == DTYPE:
+        PLANES: gl.constexpr = (8 if FORMAT == _INT4 else 4) // NUM
+        if NUM == 1:
+            planes = _integers(words, FORMAT, DTYPE)
+        elif gl.bfloat16 == DTYPE:
             planes = gl.inline_asm_elementwise(
-                HOW[6 + half],
+                HOW[6 + part],
                 "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
                 [words],
                 dtype=(gl.bfloat16,) * (4 if FORMAT == _INT4 else 2),
@@ -197,7 +205,7 @@ def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr)
             )
         else:
             planes = gl.inline_asm_elementwise(
-                HOW[6 + half],
+                HOW[6 + part],
                 "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
                 [words],
                 dtype=(gl.float16,) * (4 if FORMAT == _INT4 else 2),
@@ -205,17 +213,35 @@ def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr)
                 pack=2,
             )
         done = ()
-        for i in gl.static_range(NUM):
+        for i in gl.static_range(PLANES):
             values = planes[i]
             if HAS_ZEROS:
-                zero = zeros[(half * NUM + i) * PARTS // (2 * NUM)]
+                zero = zeros[(part * PLANES + i) * PARTS // (NUM * PLANES)]
                 values = values - zero.to(DTYPE)[:, None]
             if SCALE == _SCALE_WEIGHTS:
-                factor = factors[(half * NUM + i) * PARTS // (2 * NUM)]
+                factor = factors[(part * PLANES + i) * PARTS // (NUM * PLANES)]
                 values = values * factor.to(DTYPE)[:, None]
             done += (values,)  # type: ignore[assignment]
-        values = gl.convert_layout(_side_by_side(done), OPERAND)
+        joined = _interleave(done) if NUM == 1 else _side_by_side(done)
+        values = gl.convert_layout(joined, OPERAND)
     return values
+
+
+@gluon.jit
+def _by_thread(acc):
+    """Sums [rows, tokens] in a row, in such an order that a thread has four neighbours, and the
+    threads of a warp what lies side by side."""
+    ROWS: gl.constexpr = acc.shape[0]
+    BM: gl.constexpr = acc.shape[1]
+    pieces = acc.reshape([ROWS // 16, 2, 8, BM // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return pieces.reshape([ROWS * BM])
+
+
+@gluon.jit
+def _by_place(values, ROWS: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """What _by_thread was given."""
+    pieces = values.reshape([BM // 8, ROWS // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(pieces.reshape([ROWS, BM]), LAYOUT)
 
 
 @gluon.jit
@@ -240,6 +266,7 @@ def _consume(
     num_tokens, num_rows, num_blocks, token_tiles, per_program = sizes
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
+    NUM: gl.constexpr = _BLOCK // x_tiles.shape[2]
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     SIZE: gl.constexpr = ROWS * BM
@@ -250,9 +277,6 @@ def _consume(
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     BN: gl.constexpr = ROWS // 2 if GATED else ROWS
     total_rows = num_rows * 2 if GATED else num_rows
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-    inner = rows[:, None] * BM + tokens[None, :]
     for tile in range(begin // num_blocks, gl.cdiv(end, num_blocks)):
         first = gl.maximum(begin - tile * num_blocks, 0)
         last = gl.minimum(end - tile * num_blocks, num_blocks)
@@ -281,23 +305,23 @@ def _consume(
             words = tiles.index(stage)
             if HOW[0] != _FLOAT8:
                 words = tiles.index(stage).load(OPERAND)
-            for half in gl.static_range(2):
-                ws = _weights(tiles.index(stage), words, block_scales, block_zeros, half, HOW)
-                j = 2 * i + half
+            for part in gl.static_range(NUM):
+                ws = _weights(tiles.index(stage), words, block_scales, block_zeros, part, NUM, HOW)
+                j = NUM * i + part
                 x_stage = j % X_STAGES
                 mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
                 xs = x_tiles.index(x_stage).permute((1, 0))
                 acc = warpgroup_mma(ws, xs, acc, is_async=True)
-                # The half before is done: its inputs and its registers may be overwritten.
+                # The part before is done: its inputs and its registers may be overwritten.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 before = (j + X_STAGES - 1) % X_STAGES
-                is_later = (block > first) | (half > 0)
+                is_later = (block > first) | (part > 0)
                 mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
             mbarrier.arrive(free.index(stage), count=1)
             block_scales = next_scales
             block_zeros = next_zeros
         acc = warpgroup_mma_wait(0, deps=[acc])
-        end_stage = (2 * (tile * num_blocks + last - begin) - 1) % X_STAGES
+        end_stage = (NUM * (tile * num_blocks + last - begin) - 1) % X_STAGES
         mbarrier.arrive(x_free.index(end_stage), count=1)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -313,14 +337,17 @@ def _consume(
         if other > one:
             # Of two tiles that a program shares with others, one's first steps are another's.
             slot = 2 * gl.program_id(0) + (first == 0).to(gl.int32)
-            gl.store(sums + slot * SIZE + inner, acc)
+            own_sums = _by_thread(acc)
+            inner = gl.arange(0, SIZE, layout=own_sums.type.layout)
+            gl.store(sums + slot * SIZE + inner, own_sums)
             _barrier()
             seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
             is_last = seen == other - one
             if is_last:
-                acc = gl.load(sums + (2 * one + 1) * SIZE + inner, cache_modifier=".cg")
+                total = gl.load(sums + (2 * one + 1) * SIZE + inner, cache_modifier=".cg")
                 for each in range(one + 1, other + 1):
-                    acc += gl.load(sums + 2 * each * SIZE + inner, cache_modifier=".cg")
+                    total += gl.load(sums + 2 * each * SIZE + inner, cache_modifier=".cg")
+                acc = _by_place(total, ROWS, BM, LAYOUT)
                 gl.store(arrivals + tile, 0)
         if is_last:
             shape = (token, row, num_tokens, num_rows)
@@ -400,7 +427,8 @@ def persistent_linear_kernel(
             tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
         else:
             tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, _HALF], x.layout)
+    X_WIDTH: gl.constexpr = x.block_type.shape[1]
+    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, X_WIDTH], x.layout)
     x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

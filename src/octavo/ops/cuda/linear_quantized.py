@@ -134,7 +134,7 @@ def _launch_persistent(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     num_blocks = triton.cdiv(size, BLOCK)
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
-    per_program = steps_per_program(num_tiles, num_blocks)
+    per_program = steps_per_program(num_tiles, num_blocks, tiles)
     num_steps = num_tiles * num_blocks
     sums, arrivals = _workspace(x.device)
     bits = 4 if stored.format == INT4 else 8
@@ -145,7 +145,7 @@ def _launch_persistent(
     assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
     assert not is_shared or num_tiles <= len(arrivals)
     persistent_linear_kernel[(num_programs,)](
-        _descriptor(x, tiles.tokens, HALF),
+        _descriptor(x, tiles.tokens, HALF if tiles.in_halves else BLOCK),
         _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -175,7 +175,7 @@ def _launch_persistent(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=tiles.warps,
-        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
+        maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
         **launch_options(x.device),
     )
 

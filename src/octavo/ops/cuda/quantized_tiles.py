@@ -48,7 +48,10 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
-    x_stages: int = 0  # of half a block of x, if it is linear_hopper_persistent.py's
+    # Of linear_hopper_persistent.py's kernel:
+    x_stages: int = 0  # of x; 0: it is not that kernel
+    in_halves: bool = False  # blocks are converted and multiplied
+    is_shared: bool = False  # programs compute equally many steps, not whole tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
         kinds = [(128, 64, 2), (256, 128, 1), (256, 64, 1)]
     else:
         kinds = [(256, 128, 1), (128, 64, 2), (256, 64, 1)]
-    found = [persistent_tiles(product.tokens, stored)] if product.tokens >= 128 else []
+    found = [persistent_tiles(stored, 256)] if product.tokens >= 128 else []
     for tokens, rows, per_sm in kinds:
         tiles = _fitting(product, stored, tokens, rows, per_sm)
         if tiles is not None and tiles not in found:
@@ -95,24 +98,34 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     return found
 
 
-def persistent_tiles(num_tokens: int, stored: StoredWeight) -> Tiles:
+def persistent_tiles(
+    stored: StoredWeight, tokens: int, rows: int = 128, is_shared: bool = False, per_sm: int = 1
+) -> Tiles:
     """Of linear_hopper_persistent.py's kernel."""
-    tokens, rows = 128 if num_tokens <= 128 else 256, 128
+    in_halves = tokens > 128
     stages = 4 if stored.row_bytes < BLOCK else 3
-    room = _SHARED_MEMORY - 1024 - stages * stored.row_bytes * rows
-    x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
+    room = _SHARED_MEMORY // per_sm - 1024 - stages * stored.row_bytes * rows
+    x_stages = min(room // ((1 if in_halves else 2) * BLOCK * tokens), _MAX_STAGES)
     return Tiles(
-        tokens, rows, stages, rows // 16, scales_weights=stored.group > 0, x_stages=x_stages
+        tokens,
+        rows,
+        stages,
+        warps=rows // 16 if rows < 256 else 8,
+        per_sm=per_sm,
+        scales_weights=stored.group > 0,
+        x_stages=x_stages,
+        in_halves=in_halves,
+        is_shared=is_shared,
     )
 
 
-def steps_per_program(num_tiles: int, num_blocks: int) -> int:
-    """How many blocks of tiles a persistent program computes: whole tiles, if that leaves few SMs
-    without work in the end, else as many as all SMs share evenly."""
-    waves: int = triton.cdiv(num_tiles, _NUM_SMS)
-    if num_tiles > _WHOLE_TILES * waves * _NUM_SMS:
-        return waves * num_blocks
-    shared: int = triton.cdiv(num_tiles * num_blocks, _NUM_SMS)
+def steps_per_program(num_tiles: int, num_blocks: int, tiles: Tiles) -> int:
+    """How many blocks of tiles a persistent program computes: those of whole tiles, or as many as
+    all SMs share evenly."""
+    num_programs = _NUM_SMS * tiles.per_sm
+    if not tiles.is_shared:
+        return triton.cdiv(num_tiles, num_programs) * num_blocks
+    shared: int = triton.cdiv(num_tiles * num_blocks, num_programs)
     return max(shared, min(_FEWEST_STEPS, num_blocks))
 
 
