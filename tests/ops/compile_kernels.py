@@ -150,10 +150,10 @@ def quantized_projections() -> None:
     from test_quantized_forms import FORMS, dense
 
     from octavo.ops.cuda import linear as cuda_linear
-    from octavo.ops.cuda import linear_quantized
+    from octavo.ops.cuda import linear_quantized, linear_table
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import quantize_rows
-    from octavo.ops.cuda.quantized_tiles import choose_tiles, rounded_tiles
+    from octavo.ops.cuda.quantized_tiles import Product, Tiles, choose
     from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 
@@ -174,14 +174,17 @@ def quantized_projections() -> None:
         ):
             x = torch.zeros(num_tokens, 1024, dtype=dtype)
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)
-            tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
-            assert tiles is not None
+            product = Product.of(num_tokens, stored, epilogue.is_gated)
+            assert product is not None
+            tiles = choose(product, stored)
+            assert isinstance(tiles, Tiles)
             launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
     rounded, scales = quantize_rows(torch.zeros(128, 4096, dtype=torch.bfloat16))
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
-        rounding = rounded_tiles(128, out.shape[1], 4096, epilogue.is_gated)
-        assert rounding is not None
+        gated = epilogue.is_gated
+        rounding = choose(Product(128, out.shape[1], 4096, 0, 0, False, gated, True), stored)
+        assert isinstance(rounding, linear_table.Tiles)
         factors = scales, torch.zeros(128, 1), 1
         cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, factors)
 

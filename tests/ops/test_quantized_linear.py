@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +25,12 @@ from octavo.ops.cuda.quantized_tiles import (
     Product,
     Tiles,
     candidates,
-    keep_tiles,
-    measured_tiles,
     persistent_tiles,
 )
 from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+from octavo.ops.tuning import Tunable
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
@@ -149,7 +148,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
     product = Product.of(20, stored, is_gated=True)
     assert product is not None
-    found = candidates(product, stored)
+    found = [tiles for tiles in candidates(product, stored) if isinstance(tiles, Tiles)]
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
     found.append(replace(found[0], by_warp=not found[0].by_warp))
@@ -161,25 +160,31 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
 
 
 @pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("num_tokens", [100, 300])
-@pytest.mark.parametrize("tokens_and_rows", [(128, 128), (256, 128), (128, 256)])
-@pytest.mark.parametrize("num_sms", [2, 7, 132])
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "num_sms", "is_shared", "epilogue"),
+    [
+        (100, (128, 128), 7, True, Epilogue.SILU_MUL),
+        (300, (128, 256), 2, True, Epilogue.NONE),
+        (300, (256, 128), 132, True, Epilogue.SILU_MUL),
+        (300, (128, 256), 2, False, Epilogue.SILU_MUL),
+    ],
+)
 def test_persistent_programs_share_tiles_in_any_way(
     hopper: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    epilogue: Epilogue,
     num_tokens: int,
-    tokens_and_rows: tuple[int, int],
+    shape: tuple[int, int],
     num_sms: int,
+    is_shared: bool,
+    epilogue: Epilogue,
 ) -> None:
     monkeypatch.setattr(quantized_tiles, "_NUM_SMS", num_sms)
     dtype = torch.bfloat16 if num_sms == 7 else torch.float16
     form = made(name, 260, 1152, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
-    tiles = persistent_tiles(stored, *tokens_and_rows, is_shared=num_sms > 2)
+    tiles = persistent_tiles(stored, *shape, is_shared=is_shared)
     x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
     out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
     for _ in range(2):  # and are ready for the next product
@@ -188,23 +193,34 @@ def test_persistent_programs_share_tiles_in_any_way(
         assert relative(out, wanted) < TOLERANCE
 
 
-def test_measured_tiles_are_kept_for_later_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["float8-row", "int4-asymmetric"])
+def test_a_kernel_computes_by_the_answers_to_its_questions(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some card")
-    product = Product(16, 4096, 4096, 1, 128, has_zeros=False, is_gated=True)
-    measured_tiles.cache_clear()
-    tiles = Tiles(16, 64, 5, splits=2, per_sm=2, early=True)
-    keep_tiles(CPU, product, tiles)
-    measured_tiles.cache_clear()
-    assert list(measured_tiles(CPU).values()) == [tiles]
-    [path] = tmp_path.rglob("*.json")
-    path.write_text("[1]")
-    measured_tiles.cache_clear()
-    assert measured_tiles(CPU) == {}
-    assert f"{path} is not used, because it cannot be read" in caplog.text
-    measured_tiles.cache_clear()
+    form = made(name, 260, 1152, hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert isinstance(kernel, Tunable)
+    assert kernel.questions(2048) == []  # it was not used yet
+    x = inputs(150, 1152, torch.bfloat16, hopper)
+    wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
+    kernel.apply(x, None, Epilogue.SILU_MUL)
+    asked = kernel.questions(150)
+    assert [question.rows for question in asked] == [8, 16, 32, 64, 128, 192]
+    options = asked[-1].options
+    assert len(options) > 5
+    launched: list[Tiles] = []
+
+    def note(*args: Any, **options: Any) -> None:
+        launched.append(next(each for each in args if isinstance(each, Tiles)))
+        launch(*args, **options)
+
+    monkeypatch.setattr(linear_quantized, "launch", note)
+    for option in options:
+        launched.clear()
+        asked[-1].work(option, 1)()
+        kernel.adopt({asked[-1].key: option})
+        assert relative(kernel.apply(x, None, Epilogue.SILU_MUL), wanted) < TOLERANCE
+        assert launched == [option, option]
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -1,37 +1,26 @@
 """Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, and
 linear_hopper_persistent.py from 65 tokens on).
 
-A rule proposes a few by the shape, the best guess first: what was fastest, or nearly so, for the
-shapes of Llama 3 8B on an H200 (2026-11-22, Triton 3.6, benchmarks/quantized_linear.py). Which of
-them is fastest on another card, or for another shape, can be measured
-(`octavo.ops.cuda.linear_quantized.measure_tiles`): that takes up to a second for each, most of it
-for compiling, so engines do not do it when they start; the file that `table_path` names keeps it.
+A rule proposes some by the shape, the best guess first: what was fastest, or nearly so, for the
+shapes of Llama 3 8B on an H200 (2026-11-23, Triton 3.6, benchmarks/quantized_linear.py). Which of
+them is fastest on this card, for this shape, is measured when an engine starts (tuning.py).
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import torch
 import triton
 
 from octavo.ops.cuda import linear_table
 from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
 
-logger = logging.getLogger(__name__)
-
-# What tokens are padded to; more are computed otherwise.
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Up to how many tokens a choice is for; more are computed otherwise.
+SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _MAX_SPLITS = 8
 _MAX_STAGES = 12
-_WHOLE_TILES = 0.95  # of the SMs busy: adding up parts of tiles takes longer than the others' rest
 _FEWEST_STEPS = 4
 
 
@@ -55,47 +44,93 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Library:
+    """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
+
+
+Choice = Tiles | linear_table.Tiles | Library  # the second ones with inputs rounded to FP8
+LIBRARY = Library()
+
+
+@dataclass(frozen=True, slots=True)
 class Product:
     """What tiles are chosen for."""
 
-    tokens: int  # padded
+    tokens: int  # at most, one of SIZES
     num_rows: int  # results per token
     size: int  # inputs
     format: int
     group: int
     has_zeros: bool
     is_gated: bool
+    rounds_inputs: bool = False  # to FP8
 
     @classmethod
-    def of(cls, num_tokens: int, stored: StoredWeight, is_gated: bool) -> Product | None:
-        """None: too many tokens for the kernel."""
-        tokens = next((each for each in SIZES if num_tokens <= each), None)
-        if tokens is None:
+    def of(
+        cls, num_tokens: int, stored: StoredWeight, is_gated: bool, rounds_inputs: bool = False
+    ) -> Product | None:
+        """None: too many tokens for kernels that dequantize. With inputs rounded, more are computed
+        as those of the last size."""
+        if num_tokens > SIZES[-1] and not rounds_inputs:
             return None
+        tokens = next((each for each in SIZES if num_tokens <= each), SIZES[-1])
         num_rows, size = stored.shape
         num_rows //= 2 if is_gated else 1
         has_zeros = stored.zeros is not None
-        return cls(tokens, num_rows, size, stored.format, stored.group, has_zeros, is_gated)
+        return cls(
+            *(tokens, num_rows, size, stored.format, stored.group, has_zeros),
+            *(is_gated, rounds_inputs),
+        )
 
 
-def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
-    """The tiles among which to choose, the best guess first."""
-    by_warp = product.tokens <= 16
-    scales_weights = stored.group > 0 and product.tokens >= 128
-    if by_warp:
-        kinds = [(product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2))]
-    elif product.tokens <= 128:
-        kinds = [(product.tokens, *each) for each in ((64, 2), (64, 1), (128, 1))]
-    elif product.tokens == 256 and not product.is_gated:
-        kinds = [(128, 64, 2), (256, 128, 1), (256, 64, 1)]
-    else:
-        kinds = [(256, 128, 1), (128, 64, 2), (256, 64, 1)]
-    found = [persistent_tiles(stored, 256)] if product.tokens >= 128 else []
-    for tokens, rows, per_sm in kinds:
-        tiles = _fitting(product, stored, tokens, rows, per_sm)
-        if tiles is not None and tiles not in found:
-            found.append(replace(tiles, scales_weights=scales_weights, by_warp=by_warp))
+def candidates(product: Product, stored: StoredWeight) -> list[Choice]:
+    """What may be the fastest for a product, the best guess first."""
+    if product.rounds_inputs:
+        return _rounded_candidates(product)
+    found: list[Choice] = []
+    if product.tokens >= 128:
+        found += _persistent_candidates(product, stored)
+    if product.tokens <= 512:
+        found += _simple_candidates(product, stored)
+    if product.tokens >= 1024 or not found:
+        found.append(LIBRARY)
     return found
+
+
+def _simple_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
+    """Of linear_hopper_quantized.py's kernel."""
+    scales_weights = stored.group > 0 and product.tokens >= 128
+    # Tokens, rows, programs on an SM, and whether single warps multiply.
+    if product.tokens <= 16:
+        pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
+        kinds = [(product.tokens, *pair, True) for pair in pairs]
+        kinds.append((product.tokens, 64, 3, False))
+    elif product.tokens <= 128:
+        pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
+        kinds = [(product.tokens, *pair, False) for pair in pairs]
+    else:
+        kinds = [(128, 64, 2, False), (256, 128, 1, False)]
+    found: list[Tiles] = []
+    for tokens, rows, per_sm, by_warp in kinds:
+        tiles = _fitting(product, stored, tokens, rows, per_sm)
+        if tiles is not None:
+            tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
+            if tiles not in found:
+                found.append(tiles)
+    return found
+
+
+def _persistent_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
+    """Of linear_hopper_persistent.py's kernel."""
+    shapes = [(128, 256), (128, 128)]
+    if product.tokens > 128:
+        shapes.append((256, 128))
+    found = [
+        persistent_tiles(stored, *shape, is_shared=is_shared)
+        for shape in shapes
+        for is_shared in (False, True)
+    ]
+    return [tiles for tiles in found if tiles.x_stages >= 2]
 
 
 def persistent_tiles(
@@ -124,7 +159,8 @@ def steps_per_program(num_tiles: int, num_blocks: int, tiles: Tiles) -> int:
     all SMs share evenly."""
     num_programs = _NUM_SMS * tiles.per_sm
     if not tiles.is_shared:
-        return triton.cdiv(num_tiles, num_programs) * num_blocks
+        waves: int = triton.cdiv(num_tiles, num_programs)
+        return waves * num_blocks
     shared: int = triton.cdiv(num_tiles * num_blocks, num_programs)
     return max(shared, min(_FEWEST_STEPS, num_blocks))
 
@@ -148,26 +184,14 @@ def _fitting(
     return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
 
 
-def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
-    """The measured ones, or the best guess; None: with so many tokens W is dequantized, or inputs
-    are rounded."""
-    product = Product.of(num_tokens, stored, is_gated)
-    if product is None:
-        return None
-    if stored.weight.device.type == "cuda":
-        measured = measured_tiles(stored.weight.device).get(_key(product))
-        if measured is not None:
-            return measured
-    found = candidates(product, stored)
-    return found[0] if found else None
+def choose(product: Product, stored: StoredWeight) -> Choice:
+    """What is taken for a product that was not measured."""
+    return candidates(product, stored)[0]
 
 
-def rounded_tiles(
-    num_tokens: int, num_rows: int, size: int, is_gated: bool
-) -> linear_table.Tiles | None:
-    """Of a product of FP8 with FP8; None: torch's is faster."""
-    if num_tokens > 1024 and not is_gated:
-        return None
+def _rounded_candidates(product: Product) -> list[Choice]:
+    """Of a product of FP8 with FP8: of linear_hopper.py's kernel, or torch's."""
+    num_tokens, num_rows, is_gated = product.tokens, product.num_rows, product.is_gated
     tokens, rows, per_sm = 64 if num_tokens <= 64 else 128, 64, 1
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
     if num_tiles > _NUM_SMS:
@@ -176,49 +200,25 @@ def rounded_tiles(
         else:
             rows = 128
             tokens = 128 if is_gated or num_tokens <= 512 else 256
-        num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
-    num_blocks = triton.cdiv(size, BLOCK)
-    most = _MAX_SPLITS if num_tokens <= 256 else 1
+    kinds = [(tokens, rows, per_sm)]
+    if num_tokens <= 64:
+        kinds += [(64, 64, 3), (64, 128, 1), (64, 64, 1), (64, 64, 2)]
+    else:
+        kinds += [(128, 64, 2), (128, 64, 1), (128, 128, 1)]
+        kinds += [] if is_gated or num_tokens <= 256 else [(256, 128, 1)]
+    found: list[Choice] = [_rounded_tiles(product, *kind) for kind in dict.fromkeys(kinds)]
+    found = list(dict.fromkeys(found))
+    return [LIBRARY, *found] if num_tokens > 1024 and not is_gated else [*found, LIBRARY]
+
+
+def _rounded_tiles(product: Product, tokens: int, rows: int, per_sm: int) -> linear_table.Tiles:
+    num_tiles = triton.cdiv(product.num_rows, rows) * triton.cdiv(product.tokens, tokens)
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    most = _MAX_SPLITS if product.tokens <= 256 else 1
     splits = max(1, min(most, _NUM_SMS // num_tiles, num_blocks // 4))
     splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
-    stage = BLOCK * (rows * (2 if is_gated else 1) + tokens)
+    stage = BLOCK * (rows * (2 if product.is_gated else 1) + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage, _MAX_STAGES)
     return linear_table.Tiles(
         tokens, rows, BLOCK, stages, rows // 16, splits, per_sm, early=per_sm > 1
     )
-
-
-def table_path(device: torch.device) -> Path:
-    """Where the measurements of a card are kept: in the user's cache, by card and Triton."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    card = torch.cuda.get_device_name(device).replace(" ", "-")
-    return root / "octavo" / f"quantized-tiles-{card}-triton-{triton.__version__}.json"
-
-
-@cache
-def measured_tiles(device: torch.device) -> dict[str, Tiles]:
-    """What was measured on such a card; empty if nothing was, or if the file cannot be read."""
-    path = table_path(device)
-    try:
-        entries = json.loads(path.read_text())
-        return {key: Tiles(**values) for key, values in entries.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("%s is not used, because it cannot be read: %s", path, error)
-        return {}
-
-
-def keep_tiles(device: torch.device, product: Product, tiles: Tiles) -> None:
-    """Note what is fastest, for this process and for later ones."""
-    table = measured_tiles(device)
-    table[_key(product)] = tiles
-    path = table_path(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({key: asdict(value) for key, value in table.items()}, indent=1))
-    partial.replace(path)
-
-
-def _key(product: Product) -> str:
-    return "/".join(str(int(each)) for each in astuple(product))
