@@ -28,8 +28,6 @@ from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_WEIGHTS,
-    _integers,
-    _interleave,
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
@@ -40,7 +38,6 @@ _FLOAT8 = tl.constexpr(FLOAT8)
 _INT4 = tl.constexpr(INT4)
 _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
-_BLOCK = tl.constexpr(BLOCK)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
 # A name that changed between Triton 3.6 and 3.9.
@@ -102,8 +99,6 @@ def _produce(x, weight, buffers, count, places, GATED: gl.constexpr, PDL: gl.con
     begin, num_blocks, token_tiles, _ = places
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
-    WIDTH: gl.constexpr = x_tiles.shape[2]
-    NUM: gl.constexpr = _BLOCK // WIDTH  # of them in a block
     STAGES: gl.constexpr = ready.shape[0]
     for i in range(gl.minimum(count, STAGES)):
         _fetch_weights(weight, pieces, ready, i, places, GATED)
@@ -114,12 +109,12 @@ def _produce(x, weight, buffers, count, places, GATED: gl.constexpr, PDL: gl.con
             mbarrier.wait(free.index(i % STAGES), (i // STAGES - 1) & 1)
             _fetch_weights(weight, pieces, ready, i, places, GATED)
         token = (begin + i) // num_blocks % token_tiles * BM
-        column = (begin + i) % num_blocks * _BLOCK
-        for part in gl.static_range(NUM):
-            stage = (NUM * i + part) % X_STAGES
-            mbarrier.wait(x_free.index(stage), ((NUM * i + part) // X_STAGES + 1) & 1)
+        column = (begin + i) % num_blocks * (2 * _HALF)
+        for half in gl.static_range(2):
+            stage = (2 * i + half) % X_STAGES
+            mbarrier.wait(x_free.index(stage), ((2 * i + half) // X_STAGES + 1) & 1)
             mbarrier.expect(x_ready.index(stage), x.block_type.nbytes)
-            place = [token, column + part * WIDTH]
+            place = [token, column + half * _HALF]
             _fetch_tile(x, place, x_ready.index(stage), x_tiles.index(stage))
     if PDL:
         # All loads are issued: only now may the next kernel's weights compete with ours.
@@ -168,14 +163,14 @@ def _side_by_side(planes):
 
 
 @gluon.jit
-def _weights(tile, words, factors, zeros, part: gl.constexpr, NUM: gl.constexpr, HOW: gl.constexpr):
-    """A block of W, or one half of it, as DTYPE [rows, BLOCK or HALF], the left operand.
+def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
+    """Half a block of W as DTYPE [rows, HALF], the left operand.
 
     Args:
         tile: in shared memory, of which FLOAT8 is loaded here.
         words: of integers, already loaded.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
-        part: which one of the block's NUM.
+        half: which one.
     """
     FORMAT: gl.constexpr = HOW[0]
     DTYPE: gl.constexpr = HOW[1]
@@ -184,19 +179,16 @@ def _weights(tile, words, factors, zeros, part: gl.constexpr, NUM: gl.constexpr,
     PARTS: gl.constexpr = HOW[4]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
     if FORMAT == _FLOAT8:
-        if NUM > 1:
-            tile = tile.slice(part * _HALF, _HALF, dim=1)
-        values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
+        stored = tile.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
+        values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * factors[0].to(gl.float32)[:, None]
         values = values.to(DTYPE)
     else:
-        PLANES: gl.constexpr = (8 if FORMAT == _INT4 else 4) // NUM
-        if NUM == 1:
-            planes = _integers(words, FORMAT, DTYPE)
-        elif gl.bfloat16 == DTYPE:
+        NUM: gl.constexpr = 4 if FORMAT == _INT4 else 2  # planes
+        if gl.bfloat16 == DTYPE:
             planes = gl.inline_asm_elementwise(
-                HOW[6 + part],
+                HOW[6 + half],
                 "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
                 [words],
                 dtype=(gl.bfloat16,) * (4 if FORMAT == _INT4 else 2),
@@ -205,7 +197,7 @@ def _weights(tile, words, factors, zeros, part: gl.constexpr, NUM: gl.constexpr,
             )
         else:
             planes = gl.inline_asm_elementwise(
-                HOW[6 + part],
+                HOW[6 + half],
                 "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
                 [words],
                 dtype=(gl.float16,) * (4 if FORMAT == _INT4 else 2),
@@ -213,17 +205,16 @@ def _weights(tile, words, factors, zeros, part: gl.constexpr, NUM: gl.constexpr,
                 pack=2,
             )
         done = ()
-        for i in gl.static_range(PLANES):
+        for i in gl.static_range(NUM):
             values = planes[i]
             if HAS_ZEROS:
-                zero = zeros[(part * PLANES + i) * PARTS // (NUM * PLANES)]
+                zero = zeros[(half * NUM + i) * PARTS // (2 * NUM)]
                 values = values - zero.to(DTYPE)[:, None]
             if SCALE == _SCALE_WEIGHTS:
-                factor = factors[(part * PLANES + i) * PARTS // (NUM * PLANES)]
+                factor = factors[(half * NUM + i) * PARTS // (2 * NUM)]
                 values = values * factor.to(DTYPE)[:, None]
             done += (values,)  # type: ignore[assignment]
-        joined = _interleave(done) if NUM == 1 else _side_by_side(done)
-        values = gl.convert_layout(joined, OPERAND)
+        values = gl.convert_layout(_side_by_side(done), OPERAND)
     return values
 
 
@@ -253,6 +244,7 @@ def _consume(
     end,
     sizes,
     strides,
+    GROUP: gl.constexpr,
     HOW: gl.constexpr,
     LAYOUT: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -260,14 +252,14 @@ def _consume(
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """What one of two groups of four warps does, which has one half of the rows of each tile."""
     x_tiles, tiles, x_ready, x_free, ready, free = buffers
     scales, zeros = factors
     bias, out, sums, arrivals = outputs
     num_tokens, num_rows, num_blocks, token_tiles, per_program = sizes
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
-    NUM: gl.constexpr = _BLOCK // x_tiles.shape[2]
-    STAGES: gl.constexpr = tiles.shape[0]
+    STAGES: gl.constexpr = tiles.shape[0] // 2
     ROWS: gl.constexpr = tiles.shape[1]
     SIZE: gl.constexpr = ROWS * BM
     SCALE: gl.constexpr = HOW[2]
@@ -280,7 +272,7 @@ def _consume(
     for tile in range(begin // num_blocks, gl.cdiv(end, num_blocks)):
         first = gl.maximum(begin - tile * num_blocks, 0)
         last = gl.minimum(end - tile * num_blocks, num_blocks)
-        row = tile // token_tiles * BN
+        row = (tile // token_tiles * 2 + GROUP) * BN
         token = tile % token_tiles * BM
         own = _own_rows(row, num_rows, ROWS, GATED, BY_ROW)
         inside = own < total_rows
@@ -302,26 +294,27 @@ def _consume(
             if HAS_ZEROS:
                 next_zeros = _of_groups(zeros, own, inside, following, strides, PARTS)
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            words = tiles.index(stage)
+            tile_of_w = tiles.index(2 * stage + GROUP)
+            words = tile_of_w
             if HOW[0] != _FLOAT8:
-                words = tiles.index(stage).load(OPERAND)
-            for part in gl.static_range(NUM):
-                ws = _weights(tiles.index(stage), words, block_scales, block_zeros, part, NUM, HOW)
-                j = NUM * i + part
+                words = tile_of_w.load(OPERAND)
+            for half in gl.static_range(2):
+                ws = _weights(tile_of_w, words, block_scales, block_zeros, half, HOW)
+                j = 2 * i + half
                 x_stage = j % X_STAGES
                 mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
                 xs = x_tiles.index(x_stage).permute((1, 0))
                 acc = warpgroup_mma(ws, xs, acc, is_async=True)
-                # The part before is done: its inputs and its registers may be overwritten.
+                # The half before is done: its inputs and its registers may be overwritten.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 before = (j + X_STAGES - 1) % X_STAGES
-                is_later = (block > first) | (part > 0)
+                is_later = (block > first) | (half > 0)
                 mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
             mbarrier.arrive(free.index(stage), count=1)
             block_scales = next_scales
             block_zeros = next_zeros
         acc = warpgroup_mma_wait(0, deps=[acc])
-        end_stage = (NUM * (tile * num_blocks + last - begin) - 1) % X_STAGES
+        end_stage = (2 * (tile * num_blocks + last - begin) - 1) % X_STAGES
         mbarrier.arrive(x_free.index(end_stage), count=1)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -336,19 +329,20 @@ def _consume(
         is_last = True
         if other > one:
             # Of two tiles that a program shares with others, one's first steps are another's.
-            slot = 2 * gl.program_id(0) + (first == 0).to(gl.int32)
+            slot = 4 * gl.program_id(0) + 2 * (first == 0).to(gl.int32) + GROUP
             own_sums = _by_thread(acc)
             inner = gl.arange(0, SIZE, layout=own_sums.type.layout)
             gl.store(sums + slot * SIZE + inner, own_sums)
             _barrier()
-            seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+            seen = gl.atomic_add(arrivals + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu")
             is_last = seen == other - one
             if is_last:
-                total = gl.load(sums + (2 * one + 1) * SIZE + inner, cache_modifier=".cg")
+                parts = sums + GROUP * SIZE + inner
+                total = gl.load(parts + (4 * one + 2) * SIZE, cache_modifier=".cg")
                 for each in range(one + 1, other + 1):
-                    total += gl.load(sums + 2 * each * SIZE + inner, cache_modifier=".cg")
+                    total += gl.load(parts + 4 * each * SIZE, cache_modifier=".cg")
                 acc = _by_place(total, ROWS, BM, LAYOUT)
-                gl.store(arrivals + tile, 0)
+                gl.store(arrivals + 2 * tile + GROUP, 0)
         if is_last:
             shape = (token, row, num_tokens, num_rows)
             if GATED:
@@ -389,6 +383,7 @@ def persistent_linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
@@ -421,42 +416,45 @@ def persistent_linear_kernel(
     pieces = gl.allocate_shared_memory(
         weight.dtype, [STAGES * PIECES, ROWS // PIECES, WIDTH], weight.layout
     )
-    tiles = pieces
-    if GATED:
-        if _IS_PUBLIC:
-            tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-        else:
-            tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    X_WIDTH: gl.constexpr = x.block_type.shape[1]
-    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, X_WIDTH], x.layout)
+    if _IS_PUBLIC:
+        tiles = pieces.reinterpret(weight.dtype, [2 * STAGES, ROWS // 2, WIDTH], weight.layout)
+    else:
+        tiles = pieces._reinterpret(weight.dtype, [2 * STAGES, ROWS // 2, WIDTH], weight.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, _HALF], x.layout)
     x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(x_ready.index(stage), count=1)
-        mbarrier.init(x_free.index(stage), count=1)
+        mbarrier.init(x_free.index(stage), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     token_tiles = gl.cdiv(num_tokens, BM)
     begin = gl.program_id(0) * per_program
     end = gl.minimum(begin + per_program, num_steps)
     sizes = (num_tokens, num_rows, num_blocks, token_tiles, per_program)
     places = (begin, num_blocks, token_tiles, num_rows)
+    buffers = (x_tiles, tiles, x_ready, x_free, ready, free)
+    strides = (stride_row, stride_group, block_rows, group_blocks)
+    factors = (scales, zeros)
+    outputs = (bias, out, sums, arrivals)
+    fetched = (x_tiles, pieces, x_ready, x_free, ready, free)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    (x_tiles, tiles, x_ready, x_free, ready, free),
-                    (scales, zeros),
-                    (bias, out, sums, arrivals),
+                    buffers,
+                    factors,
+                    outputs,
                     begin,
                     end,
                     sizes,
-                    (stride_row, stride_group, block_rows, group_blocks),
+                    strides,
+                    0,
                     HOW,
                     LAYOUT,
                     EPILOGUE,
@@ -466,18 +464,26 @@ def persistent_linear_kernel(
                 ),
             ),
             (
-                _produce,
+                _consume,
                 (
-                    x,
-                    weight,
-                    (x_tiles, pieces, x_ready, x_free, ready, free),
-                    end - begin,
-                    places,
+                    buffers,
+                    factors,
+                    outputs,
+                    begin,
+                    end,
+                    sizes,
+                    strides,
+                    1,
+                    HOW,
+                    LAYOUT,
+                    EPILOGUE,
                     GATED,
+                    HAS_BIAS,
                     PDL,
                 ),
             ),
+            (_produce, (x, weight, fetched, end - begin, places, GATED, PDL)),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [REGISTERS, 24],
     )

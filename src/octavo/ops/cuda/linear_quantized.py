@@ -61,6 +61,7 @@ from octavo.ops.tuning import Answers, Question
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
+_PERSISTENT_REGISTERS = 240  # per thread that multiplies, of eight warps; four others have 24
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 
 
@@ -147,9 +148,9 @@ def _launch_persistent(
     num_programs = triton.cdiv(num_steps, per_program)
     is_shared = per_program % num_blocks != 0
     assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
-    assert not is_shared or num_tiles <= len(arrivals)
+    assert not is_shared or 2 * num_tiles <= len(arrivals)
     persistent_linear_kernel[(num_programs,)](
-        _descriptor(x, tiles.tokens, HALF if tiles.in_halves else BLOCK),
+        _descriptor(x, tiles.tokens, HALF),
         _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -178,8 +179,9 @@ def _launch_persistent(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        num_warps=tiles.warps,
-        maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
+        REGISTERS=_PERSISTENT_REGISTERS,
+        num_warps=tiles.warps // 2,
+        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
         **launch_options(x.device),
     )
 

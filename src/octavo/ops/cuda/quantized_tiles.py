@@ -19,6 +19,7 @@ from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
 SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
@@ -38,8 +39,7 @@ class Tiles:
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
     # Of linear_hopper_persistent.py's kernel:
-    x_stages: int = 0  # of x; 0: it is not that kernel
-    in_halves: bool = False  # blocks are converted and multiplied
+    x_stages: int = 0  # of half a block of x; 0: it is not that kernel
     is_shared: bool = False  # programs compute equally many steps, not whole tiles
 
 
@@ -133,23 +133,16 @@ def _persistent_candidates(product: Product, stored: StoredWeight) -> list[Tiles
     return [tiles for tiles in found if tiles.x_stages >= 2]
 
 
-def persistent_tiles(
-    stored: StoredWeight, tokens: int, rows: int = 128, is_shared: bool = False, per_sm: int = 1
-) -> Tiles:
+def persistent_tiles(stored: StoredWeight, tokens: int, rows: int, is_shared: bool) -> Tiles:
     """Of linear_hopper_persistent.py's kernel."""
-    in_halves = tokens > 128
-    stages = 4 if stored.row_bytes < BLOCK else 3
-    room = _SHARED_MEMORY // per_sm - 1024 - stages * stored.row_bytes * rows
-    x_stages = min(room // ((1 if in_halves else 2) * BLOCK * tokens), _MAX_STAGES)
+    stages = 4 if stored.row_bytes < BLOCK and tokens < 256 else 3
+    room = _PERSISTENT_MEMORY - stages * stored.row_bytes * rows
+    x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
+    scales_weights = stored.group > 0
     return Tiles(
-        tokens,
-        rows,
-        stages,
-        warps=rows // 16 if rows < 256 else 8,
-        per_sm=per_sm,
-        scales_weights=stored.group > 0,
+        *(tokens, rows, stages, 8),
+        scales_weights=scales_weights,
         x_stages=x_stages,
-        in_halves=in_halves,
         is_shared=is_shared,
     )
 
@@ -157,11 +150,10 @@ def persistent_tiles(
 def steps_per_program(num_tiles: int, num_blocks: int, tiles: Tiles) -> int:
     """How many blocks of tiles a persistent program computes: those of whole tiles, or as many as
     all SMs share evenly."""
-    num_programs = _NUM_SMS * tiles.per_sm
     if not tiles.is_shared:
-        waves: int = triton.cdiv(num_tiles, num_programs)
+        waves: int = triton.cdiv(num_tiles, _NUM_SMS)
         return waves * num_blocks
-    shared: int = triton.cdiv(num_tiles * num_blocks, num_programs)
+    shared: int = triton.cdiv(num_tiles * num_blocks, _NUM_SMS)
     return max(shared, min(_FEWEST_STEPS, num_blocks))
 
 
