@@ -15,7 +15,6 @@ from octavo.ops.cuda import (
     linear,
     linear_hopper,
     linear_quantized,
-    quantized_tiles,
     stored_weights,
 )
 from octavo.ops.cuda.linear_hopper import linear_kernel
@@ -52,6 +51,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         for module in (linear_quantized, linear):
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
+        monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
     return device
 
 
@@ -148,7 +148,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
     product = Product.of(20, stored, is_gated=True)
     assert product is not None
-    found = [tiles for tiles in candidates(product, stored) if isinstance(tiles, Tiles)]
+    found = [tiles for tiles in candidates(product) if isinstance(tiles, Tiles)]
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
     found.append(replace(found[0], by_warp=not found[0].by_warp))
@@ -179,12 +179,14 @@ def test_persistent_programs_share_tiles_in_any_way(
     is_shared: bool,
     epilogue: Epilogue,
 ) -> None:
-    monkeypatch.setattr(quantized_tiles, "_NUM_SMS", num_sms)
+    monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: num_sms)
     dtype = torch.bfloat16 if num_sms == 7 else torch.float16
     form = made(name, 260, 1152, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
-    tiles = persistent_tiles(stored, *shape, is_shared=is_shared)
+    product = Product.of(num_tokens, stored, epilogue.is_gated)
+    assert product is not None
+    tiles = persistent_tiles(product, *shape, is_shared=is_shared)
     x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
     out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
     for _ in range(2):  # and are ready for the next product

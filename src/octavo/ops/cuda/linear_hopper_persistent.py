@@ -14,6 +14,7 @@ that finishes last adds them up, in the order of their steps.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,13 +30,14 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_WEIGHTS,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, INT8
 
 HALF = BLOCK // 2  # inputs that are converted at once
 PIECE = 8  # rows of gates that are fetched at once, and of what they gate
 
 _FLOAT8 = tl.constexpr(FLOAT8)
 _INT4 = tl.constexpr(INT4)
+_INT8 = tl.constexpr(INT8)
 _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
@@ -44,31 +46,27 @@ _PIECE = tl.constexpr(PIECE)
 _IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-def unpacking(bits: int, word: int, is_float16: bool) -> str:
-    """PTX: of two neighbouring words (stored_weights.py), one's pairs of integers minus half of
+@triton.constexpr_function
+def unpacking(bits: int, plane: int, is_float16: bool) -> str:
+    """PTX: of two neighbouring words (stored_weights.py), a plane's pairs of integers minus half of
     their range.
 
-    As linear_hopper_quantized.py has it for both words: bits are placed in the mantissa of 128.0
+    As linear_hopper_quantized.py has it for all planes: bits are placed in the mantissa of 128.0
     (bfloat16) or 1024.0 (float16), and what is not wanted of the sum is subtracted.
     """
     kind = "f16x2" if is_float16 else "bf16x2"
     one, zero = ("0x64006400", "0x64086408") if is_float16 else ("0x43004300", "0x43084308")
-    num_pairs = 16 // bits
-    source = f"${num_pairs + word}"
+    per_word = 16 // bits
+    source = f"${1 + plane // per_word}"
     lines = [".reg .b32 t, m, s, h, z, a, b;", f"mov.b32 h, {one};"]
+    lines.append(f"shr.u32 t, {source}, {bits * (plane % per_word)};")
     if bits == 4:
         lines += ["mov.b32 m, 0x000F000F;", f"mov.b32 z, {zero};"]
+        lines += ["lop3.b32 a, t, m, h, 0xEA;", f"sub.rn.{kind} $0, a, z;"]
     else:
         lines += ["mov.b32 m, 0x007F007F;", "mov.b32 s, 0x00800080;"]
-    for pair in range(num_pairs):
-        moved = source
-        if pair:
-            lines.append(f"shr.u32 t, {source}, {bits * pair};")
-            moved = "t"
-        lines.append(f"lop3.b32 a, {moved}, m, h, 0xEA;")
-        if bits == 8:
-            lines.append(f"lop3.b32 b, {moved}, s, h, 0xEA;")
-        lines.append(f"sub.rn.{kind} ${pair}, a, {'z' if bits == 4 else 'b'};")
+        lines += ["lop3.b32 a, t, m, h, 0xEA;", "lop3.b32 b, t, s, h, 0xEA;"]
+        lines.append(f"sub.rn.{kind} $0, a, b;")
     return "{" + "\n".join(lines) + "}"
 
 
@@ -152,69 +150,46 @@ def _gates_and_ups(acc):
 
 
 @gluon.jit
-def _side_by_side(planes):
-    """Planes [rows, n], as a tuple of four or two, side by side: [rows, HALF]."""
-    if len(planes) == 4:
-        joined = gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3]))
-        joined = joined.permute((0, 2, 3, 1))
-    else:
-        joined = gl.join(planes[0], planes[1]).permute((0, 2, 1))
-    return joined.reshape([planes[0].shape[0], planes[0].shape[1] * len(planes)])
-
-
-@gluon.jit
-def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
-    """Half a block of W as DTYPE [rows, HALF], the left operand.
+def _weights(tile, words, factors, zeros, plane: gl.constexpr, HOW: gl.constexpr):
+    """Some inputs of a block of W as DTYPE [rows, WIDTH], the left operand.
 
     Args:
         tile: in shared memory, of which FLOAT8 is loaded here.
         words: of integers, already loaded.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
-        half: which one.
+        plane: which ones.
     """
     FORMAT: gl.constexpr = HOW[0]
     DTYPE: gl.constexpr = HOW[1]
     SCALE: gl.constexpr = HOW[2]
     HAS_ZEROS: gl.constexpr = HOW[3]
     PARTS: gl.constexpr = HOW[4]
+    WIDTH: gl.constexpr = HOW[6]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
     if FORMAT == _FLOAT8:
-        stored = tile.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
+        stored = tile.slice(plane * WIDTH, WIDTH, dim=1).load(OPERAND)
         values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * factors[0].to(gl.float32)[:, None]
         values = values.to(DTYPE)
     else:
-        NUM: gl.constexpr = 4 if FORMAT == _INT4 else 2  # planes
+        BITS: gl.constexpr = 4 if FORMAT == _INT4 else 8
+        UNPACK: gl.constexpr = unpacking(BITS, plane, gl.float16 == DTYPE)
         if gl.bfloat16 == DTYPE:
-            planes = gl.inline_asm_elementwise(
-                HOW[6 + half],
-                "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
-                [words],
-                dtype=(gl.bfloat16,) * (4 if FORMAT == _INT4 else 2),
-                is_pure=True,
-                pack=2,
+            values = gl.inline_asm_elementwise(
+                UNPACK, "=&r,r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2
             )
         else:
-            planes = gl.inline_asm_elementwise(
-                HOW[6 + half],
-                "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
-                [words],
-                dtype=(gl.float16,) * (4 if FORMAT == _INT4 else 2),
-                is_pure=True,
-                pack=2,
+            values = gl.inline_asm_elementwise(
+                UNPACK, "=&r,r,r", [words], dtype=gl.float16, is_pure=True, pack=2
             )
-        done = ()
-        for i in gl.static_range(NUM):
-            values = planes[i]
-            if HAS_ZEROS:
-                zero = zeros[(half * NUM + i) * PARTS // (2 * NUM)]
-                values = values - zero.to(DTYPE)[:, None]
-            if SCALE == _SCALE_WEIGHTS:
-                factor = factors[(half * NUM + i) * PARTS // (2 * NUM)]
-                values = values * factor.to(DTYPE)[:, None]
-            done += (values,)  # type: ignore[assignment]
-        values = gl.convert_layout(_side_by_side(done), OPERAND)
+        if HAS_ZEROS:
+            zero = zeros[plane * WIDTH * PARTS // (2 * _HALF)]
+            values = values - zero.to(DTYPE)[:, None]
+        if SCALE == _SCALE_WEIGHTS:
+            factor = factors[plane * WIDTH * PARTS // (2 * _HALF)]
+            values = values * factor.to(DTYPE)[:, None]
+        values = gl.convert_layout(values, OPERAND)
     return values
 
 
@@ -244,7 +219,6 @@ def _consume(
     end,
     sizes,
     strides,
-    GROUP: gl.constexpr,
     HOW: gl.constexpr,
     LAYOUT: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -252,14 +226,15 @@ def _consume(
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """What one of two groups of four warps does, which has one half of the rows of each tile."""
     x_tiles, tiles, x_ready, x_free, ready, free = buffers
     scales, zeros = factors
     bias, out, sums, arrivals = outputs
     num_tokens, num_rows, num_blocks, token_tiles, per_program = sizes
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
-    STAGES: gl.constexpr = tiles.shape[0] // 2
+    WIDTH: gl.constexpr = HOW[6]
+    NUM: gl.constexpr = _HALF // WIDTH
+    STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     SIZE: gl.constexpr = ROWS * BM
     SCALE: gl.constexpr = HOW[2]
@@ -272,7 +247,7 @@ def _consume(
     for tile in range(begin // num_blocks, gl.cdiv(end, num_blocks)):
         first = gl.maximum(begin - tile * num_blocks, 0)
         last = gl.minimum(end - tile * num_blocks, num_blocks)
-        row = (tile // token_tiles * 2 + GROUP) * BN
+        row = tile // token_tiles * BN
         token = tile % token_tiles * BM
         own = _own_rows(row, num_rows, ROWS, GATED, BY_ROW)
         inside = own < total_rows
@@ -294,22 +269,27 @@ def _consume(
             if HAS_ZEROS:
                 next_zeros = _of_groups(zeros, own, inside, following, strides, PARTS)
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            tile_of_w = tiles.index(2 * stage + GROUP)
-            words = tile_of_w
+            words = tiles.index(stage)
             if HOW[0] != _FLOAT8:
-                words = tile_of_w.load(OPERAND)
+                words = tiles.index(stage).load(OPERAND)
             for half in gl.static_range(2):
-                ws = _weights(tile_of_w, words, block_scales, block_zeros, half, HOW)
                 j = 2 * i + half
                 x_stage = j % X_STAGES
-                mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
-                xs = x_tiles.index(x_stage).permute((1, 0))
-                acc = warpgroup_mma(ws, xs, acc, is_async=True)
-                # The half before is done: its inputs and its registers may be overwritten.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                before = (j + X_STAGES - 1) % X_STAGES
-                is_later = (block > first) | (half > 0)
-                mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
+                xs = x_tiles.index(x_stage)
+                for part in gl.static_range(NUM):
+                    ws = _weights(
+                        tiles.index(stage), words, block_scales, block_zeros, half * NUM + part, HOW
+                    )
+                    if part == 0:
+                        mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
+                    inputs = xs.slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
+                    acc = warpgroup_mma(ws, inputs, acc, is_async=True)
+                    # The part before is done: its inputs and its registers may be overwritten.
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    if part == 0:
+                        before = (j + X_STAGES - 1) % X_STAGES
+                        is_later = (block > first) | (half > 0)
+                        mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
             mbarrier.arrive(free.index(stage), count=1)
             block_scales = next_scales
             block_zeros = next_zeros
@@ -329,20 +309,19 @@ def _consume(
         is_last = True
         if other > one:
             # Of two tiles that a program shares with others, one's first steps are another's.
-            slot = 4 * gl.program_id(0) + 2 * (first == 0).to(gl.int32) + GROUP
+            slot = 2 * gl.program_id(0) + (first == 0).to(gl.int32)
             own_sums = _by_thread(acc)
             inner = gl.arange(0, SIZE, layout=own_sums.type.layout)
             gl.store(sums + slot * SIZE + inner, own_sums)
             _barrier()
-            seen = gl.atomic_add(arrivals + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu")
+            seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
             is_last = seen == other - one
             if is_last:
-                parts = sums + GROUP * SIZE + inner
-                total = gl.load(parts + (4 * one + 2) * SIZE, cache_modifier=".cg")
+                total = gl.load(sums + (2 * one + 1) * SIZE + inner, cache_modifier=".cg")
                 for each in range(one + 1, other + 1):
-                    total += gl.load(parts + 4 * each * SIZE, cache_modifier=".cg")
+                    total += gl.load(sums + 2 * each * SIZE + inner, cache_modifier=".cg")
                 acc = _by_place(total, ROWS, BM, LAYOUT)
-                gl.store(arrivals + 2 * tile + GROUP, 0)
+                gl.store(arrivals + tile, 0)
         if is_last:
             shape = (token, row, num_tokens, num_rows)
             if GATED:
@@ -378,12 +357,9 @@ def persistent_linear_kernel(
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     PARTS: gl.constexpr,
-    UNPACK_LOW: gl.constexpr,
-    UNPACK_HIGH: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
@@ -395,7 +371,6 @@ def persistent_linear_kernel(
         group_blocks: blocks that share scales; 1 if a block has several groups.
         ROWS: of W in a tile, which is one block of the descriptor; with a gate PIECE gates, PIECE
             rows that they gate, and so on.
-        UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
@@ -410,16 +385,17 @@ def persistent_linear_kernel(
         HAS_ZEROS,
         PARTS,
         LAYOUT,
-        UNPACK_LOW,
-        UNPACK_HIGH,
+        32 if FORMAT == _INT8 else 16,
     )
     pieces = gl.allocate_shared_memory(
         weight.dtype, [STAGES * PIECES, ROWS // PIECES, WIDTH], weight.layout
     )
-    if _IS_PUBLIC:
-        tiles = pieces.reinterpret(weight.dtype, [2 * STAGES, ROWS // 2, WIDTH], weight.layout)
-    else:
-        tiles = pieces._reinterpret(weight.dtype, [2 * STAGES, ROWS // 2, WIDTH], weight.layout)
+    tiles = pieces
+    if GATED:
+        if _IS_PUBLIC:
+            tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
+        else:
+            tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, _HALF], x.layout)
     x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
@@ -427,34 +403,28 @@ def persistent_linear_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(x_ready.index(stage), count=1)
-        mbarrier.init(x_free.index(stage), count=2)
+        mbarrier.init(x_free.index(stage), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     token_tiles = gl.cdiv(num_tokens, BM)
     begin = gl.program_id(0) * per_program
     end = gl.minimum(begin + per_program, num_steps)
     sizes = (num_tokens, num_rows, num_blocks, token_tiles, per_program)
     places = (begin, num_blocks, token_tiles, num_rows)
-    buffers = (x_tiles, tiles, x_ready, x_free, ready, free)
-    strides = (stride_row, stride_group, block_rows, group_blocks)
-    factors = (scales, zeros)
-    outputs = (bias, out, sums, arrivals)
-    fetched = (x_tiles, pieces, x_ready, x_free, ready, free)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    buffers,
-                    factors,
-                    outputs,
+                    (x_tiles, tiles, x_ready, x_free, ready, free),
+                    (scales, zeros),
+                    (bias, out, sums, arrivals),
                     begin,
                     end,
                     sizes,
-                    strides,
-                    0,
+                    (stride_row, stride_group, block_rows, group_blocks),
                     HOW,
                     LAYOUT,
                     EPILOGUE,
@@ -464,26 +434,18 @@ def persistent_linear_kernel(
                 ),
             ),
             (
-                _consume,
+                _produce,
                 (
-                    buffers,
-                    factors,
-                    outputs,
-                    begin,
-                    end,
-                    sizes,
-                    strides,
-                    1,
-                    HOW,
-                    LAYOUT,
-                    EPILOGUE,
+                    x,
+                    weight,
+                    (x_tiles, pieces, x_ready, x_free, ready, free),
+                    end - begin,
+                    places,
                     GATED,
-                    HAS_BIAS,
                     PDL,
                 ),
             ),
-            (_produce, (x, weight, fetched, end - begin, places, GATED, PDL)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [1],
+        [24],
     )

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -32,7 +32,6 @@ from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
     persistent_linear_kernel,
-    unpacking,
 )
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
@@ -50,10 +49,9 @@ from octavo.ops.cuda.quantized_tiles import (
     Product,
     Tiles,
     candidates,
-    choose,
     steps_per_program,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 from octavo.ops.tuning import Answers, Question
@@ -61,7 +59,7 @@ from octavo.ops.tuning import Answers, Question
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
-_PERSISTENT_REGISTERS = 240  # per thread that multiplies, of eight warps; four others have 24
+MAX_PROGRAMS = 144  # of the persistent kernel: each needs 256 KB of the workspace
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 
 
@@ -139,16 +137,14 @@ def _launch_persistent(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     num_blocks = triton.cdiv(size, BLOCK)
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
-    per_program = steps_per_program(num_tiles, num_blocks, tiles)
+    per_program = steps_per_program(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
     num_steps = num_tiles * num_blocks
     sums, arrivals = _workspace(x.device)
-    bits = 4 if stored.format == INT4 else 8
     fetched = PIECE if epilogue.is_gated else tiles.rows
-    low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
     num_programs = triton.cdiv(num_steps, per_program)
     is_shared = per_program % num_blocks != 0
     assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
-    assert not is_shared or 2 * num_tiles <= len(arrivals)
+    assert not is_shared or num_tiles <= len(arrivals)
     persistent_linear_kernel[(num_programs,)](
         _descriptor(x, tiles.tokens, HALF),
         _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
@@ -174,16 +170,20 @@ def _launch_persistent(
         SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
         HAS_ZEROS=stored.zeros is not None,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
-        UNPACK_LOW=low,
-        UNPACK_HIGH=high,
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        REGISTERS=_PERSISTENT_REGISTERS,
-        num_warps=tiles.warps // 2,
+        num_warps=tiles.warps,
         maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
         **launch_options(x.device),
     )
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    """As many programs as have room in the workspace, at most."""
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(num_sms, MAX_PROGRAMS)
 
 
 class QuantizedCudaLinear:
@@ -236,7 +236,7 @@ class QuantizedCudaLinear:
                     break
                 product = Product.of(tokens, self._stored, is_gated, self._rounds(tokens))
                 assert product is not None
-                options = tuple(candidates(product, self._stored))
+                options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
                 found.append(Question(product, options, tokens, work, copies.count))
         return found
@@ -274,7 +274,7 @@ class QuantizedCudaLinear:
             if product is None:
                 choice = LIBRARY
             else:
-                choice = self._answers.get(product) or choose(product, self._stored)
+                choice = self._answers.get(product) or candidates(product)[0]
             self._choices[place] = choice
         return choice
 

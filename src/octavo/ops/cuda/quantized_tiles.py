@@ -9,11 +9,12 @@ them is fastest on this card, for this shape, is measured when an engine starts 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import triton
 
 from octavo.ops.cuda import linear_table
-from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
+from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, row_bytes, staged_groups
 
 # Up to how many tokens a choice is for; more are computed otherwise.
 SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -83,23 +84,24 @@ class Product:
         )
 
 
-def candidates(product: Product, stored: StoredWeight) -> list[Choice]:
+@cache
+def candidates(product: Product) -> tuple[Choice, ...]:
     """What may be the fastest for a product, the best guess first."""
     if product.rounds_inputs:
-        return _rounded_candidates(product)
+        return tuple(_rounded_candidates(product))
     found: list[Choice] = []
     if product.tokens >= 128:
-        found += _persistent_candidates(product, stored)
+        found += _persistent_candidates(product)
     if product.tokens <= 512:
-        found += _simple_candidates(product, stored)
+        found += _simple_candidates(product)
     if product.tokens >= 1024 or not found:
         found.append(LIBRARY)
-    return found
+    return tuple(found)
 
 
-def _simple_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
+def _simple_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_quantized.py's kernel."""
-    scales_weights = stored.group > 0 and product.tokens >= 128
+    scales_weights = product.group > 0 and product.tokens >= 128
     # Tokens, rows, programs on an SM, and whether single warps multiply.
     if product.tokens <= 16:
         pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
@@ -112,7 +114,7 @@ def _simple_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
     found: list[Tiles] = []
     for tokens, rows, per_sm, by_warp in kinds:
-        tiles = _fitting(product, stored, tokens, rows, per_sm)
+        tiles = _fitting(product, tokens, rows, per_sm)
         if tiles is not None:
             tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
             if tiles not in found:
@@ -120,25 +122,26 @@ def _simple_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     return found
 
 
-def _persistent_candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
+def _persistent_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_persistent.py's kernel."""
     shapes = [(128, 256), (128, 128)]
     if product.tokens > 128:
         shapes.append((256, 128))
     found = [
-        persistent_tiles(stored, *shape, is_shared=is_shared)
+        persistent_tiles(product, *shape, is_shared=is_shared)
         for shape in shapes
         for is_shared in (False, True)
     ]
     return [tiles for tiles in found if tiles.x_stages >= 2]
 
 
-def persistent_tiles(stored: StoredWeight, tokens: int, rows: int, is_shared: bool) -> Tiles:
+def persistent_tiles(product: Product, tokens: int, rows: int, is_shared: bool) -> Tiles:
     """Of linear_hopper_persistent.py's kernel."""
-    stages = 4 if stored.row_bytes < BLOCK and tokens < 256 else 3
-    room = _PERSISTENT_MEMORY - stages * stored.row_bytes * rows
+    num_bytes = row_bytes(product.format) * rows
+    stages = 4 if product.format == INT4 and tokens < 256 else 3
+    room = _PERSISTENT_MEMORY - stages * num_bytes
     x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
-    scales_weights = stored.group > 0
+    scales_weights = product.group > 0
     return Tiles(
         *(tokens, rows, stages, 8),
         scales_weights=scales_weights,
@@ -147,19 +150,17 @@ def persistent_tiles(stored: StoredWeight, tokens: int, rows: int, is_shared: bo
     )
 
 
-def steps_per_program(num_tiles: int, num_blocks: int, tiles: Tiles) -> int:
+def steps_per_program(num_tiles: int, num_blocks: int, num_sms: int, is_shared: bool) -> int:
     """How many blocks of tiles a persistent program computes: those of whole tiles, or as many as
     all SMs share evenly."""
-    if not tiles.is_shared:
-        waves: int = triton.cdiv(num_tiles, _NUM_SMS)
+    if not is_shared:
+        waves: int = triton.cdiv(num_tiles, num_sms)
         return waves * num_blocks
-    shared: int = triton.cdiv(num_tiles * num_blocks, _NUM_SMS)
+    shared: int = triton.cdiv(num_tiles * num_blocks, num_sms)
     return max(shared, min(_FEWEST_STEPS, num_blocks))
 
 
-def _fitting(
-    product: Product, stored: StoredWeight, tokens: int, rows: int, per_sm: int
-) -> Tiles | None:
+def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
     """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
     halves = 2 if product.is_gated else 1
     num_blocks = triton.cdiv(product.size, BLOCK)
@@ -168,17 +169,14 @@ def _fitting(
     splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
     per_split = triton.cdiv(num_blocks, splits)
     splits = triton.cdiv(num_blocks, per_split)  # none of them empty
-    staged = (6 if product.has_zeros else 4) * stored.staged_groups(splits) * rows
-    stage = stored.row_bytes * rows + 2 * BLOCK * tokens
+    staged = (
+        (6 if product.has_zeros else 4) * staged_groups(product.size, product.group, splits) * rows
+    )
+    stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
     return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
-
-
-def choose(product: Product, stored: StoredWeight) -> Choice:
-    """What is taken for a product that was not measured."""
-    return candidates(product, stored)[0]
 
 
 def _rounded_candidates(product: Product) -> list[Choice]:
