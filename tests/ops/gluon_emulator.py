@@ -324,10 +324,13 @@ def _partitions(
 
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
-) -> tuple[Block, ...]:
+) -> Any:
     """PTX of 32-bit registers: mov, shifts, and, prmt of whole halves, lop3 as (a & b) | c, and
     operations on two 16-bit numbers. Two neighbouring words of each argument have a register
     each."""
+    if not isinstance(dtype, tuple):
+        (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
+        return one
     num = len(dtype)
     assert pack == 2
     registers: dict[str, Tensor] = {}
