@@ -14,7 +14,6 @@ that finishes last adds them up, in the order of their steps.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,14 +29,13 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_WEIGHTS,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, INT8
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
 HALF = BLOCK // 2  # inputs that are converted at once
 PIECE = 8  # rows of gates that are fetched at once, and of what they gate
 
 _FLOAT8 = tl.constexpr(FLOAT8)
 _INT4 = tl.constexpr(INT4)
-_INT8 = tl.constexpr(INT8)
 _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
@@ -46,27 +44,31 @@ _PIECE = tl.constexpr(PIECE)
 _IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-@triton.constexpr_function
-def unpacking(bits: int, plane: int, is_float16: bool) -> str:
-    """PTX: of two neighbouring words (stored_weights.py), a plane's pairs of integers minus half of
+def unpacking(bits: int, word: int, is_float16: bool) -> str:
+    """PTX: of two neighbouring words (stored_weights.py), one's pairs of integers minus half of
     their range.
 
-    As linear_hopper_quantized.py has it for all planes: bits are placed in the mantissa of 128.0
+    As linear_hopper_quantized.py has it for both words: bits are placed in the mantissa of 128.0
     (bfloat16) or 1024.0 (float16), and what is not wanted of the sum is subtracted.
     """
     kind = "f16x2" if is_float16 else "bf16x2"
     one, zero = ("0x64006400", "0x64086408") if is_float16 else ("0x43004300", "0x43084308")
-    per_word = 16 // bits
-    source = f"${1 + plane // per_word}"
+    num_pairs = 16 // bits
+    source = f"${num_pairs + word}"
     lines = [".reg .b32 t, m, s, h, z, a, b;", f"mov.b32 h, {one};"]
-    lines.append(f"shr.u32 t, {source}, {bits * (plane % per_word)};")
     if bits == 4:
         lines += ["mov.b32 m, 0x000F000F;", f"mov.b32 z, {zero};"]
-        lines += ["lop3.b32 a, t, m, h, 0xEA;", f"sub.rn.{kind} $0, a, z;"]
     else:
         lines += ["mov.b32 m, 0x007F007F;", "mov.b32 s, 0x00800080;"]
-        lines += ["lop3.b32 a, t, m, h, 0xEA;", "lop3.b32 b, t, s, h, 0xEA;"]
-        lines.append(f"sub.rn.{kind} $0, a, b;")
+    for pair in range(num_pairs):
+        moved = source
+        if pair:
+            lines.append(f"shr.u32 t, {source}, {bits * pair};")
+            moved = "t"
+        lines.append(f"lop3.b32 a, {moved}, m, h, 0xEA;")
+        if bits == 8:
+            lines.append(f"lop3.b32 b, {moved}, s, h, 0xEA;")
+        lines.append(f"sub.rn.{kind} ${pair}, a, {'z' if bits == 4 else 'b'};")
     return "{" + "\n".join(lines) + "}"
 
 
@@ -150,46 +152,69 @@ def _gates_and_ups(acc):
 
 
 @gluon.jit
-def _weights(tile, words, factors, zeros, plane: gl.constexpr, HOW: gl.constexpr):
-    """Some inputs of a block of W as DTYPE [rows, WIDTH], the left operand.
+def _side_by_side(planes):
+    """Planes [rows, n], as a tuple of four or two, side by side: [rows, HALF]."""
+    if len(planes) == 4:
+        joined = gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3]))
+        joined = joined.permute((0, 2, 3, 1))
+    else:
+        joined = gl.join(planes[0], planes[1]).permute((0, 2, 1))
+    return joined.reshape([planes[0].shape[0], planes[0].shape[1] * len(planes)])
+
+
+@gluon.jit
+def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
+    """Half a block of W as DTYPE [rows, HALF], the left operand.
 
     Args:
         tile: in shared memory, of which FLOAT8 is loaded here.
         words: of integers, already loaded.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
-        plane: which ones.
+        half: which one.
     """
     FORMAT: gl.constexpr = HOW[0]
     DTYPE: gl.constexpr = HOW[1]
     SCALE: gl.constexpr = HOW[2]
     HAS_ZEROS: gl.constexpr = HOW[3]
     PARTS: gl.constexpr = HOW[4]
-    WIDTH: gl.constexpr = HOW[6]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
     if FORMAT == _FLOAT8:
-        stored = tile.slice(plane * WIDTH, WIDTH, dim=1).load(OPERAND)
+        stored = tile.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
         values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * factors[0].to(gl.float32)[:, None]
         values = values.to(DTYPE)
     else:
-        BITS: gl.constexpr = 4 if FORMAT == _INT4 else 8
-        UNPACK: gl.constexpr = unpacking(BITS, plane, gl.float16 == DTYPE)
+        NUM: gl.constexpr = 4 if FORMAT == _INT4 else 2  # planes
         if gl.bfloat16 == DTYPE:
-            values = gl.inline_asm_elementwise(
-                UNPACK, "=&r,r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2
+            planes = gl.inline_asm_elementwise(
+                HOW[6 + half],
+                "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
+                [words],
+                dtype=(gl.bfloat16,) * (4 if FORMAT == _INT4 else 2),
+                is_pure=True,
+                pack=2,
             )
         else:
-            values = gl.inline_asm_elementwise(
-                UNPACK, "=&r,r,r", [words], dtype=gl.float16, is_pure=True, pack=2
+            planes = gl.inline_asm_elementwise(
+                HOW[6 + half],
+                "=&r,=&r,=&r,=&r,r,r" if FORMAT == _INT4 else "=&r,=&r,r,r",
+                [words],
+                dtype=(gl.float16,) * (4 if FORMAT == _INT4 else 2),
+                is_pure=True,
+                pack=2,
             )
-        if HAS_ZEROS:
-            zero = zeros[plane * WIDTH * PARTS // (2 * _HALF)]
-            values = values - zero.to(DTYPE)[:, None]
-        if SCALE == _SCALE_WEIGHTS:
-            factor = factors[plane * WIDTH * PARTS // (2 * _HALF)]
-            values = values * factor.to(DTYPE)[:, None]
-        values = gl.convert_layout(values, OPERAND)
+        done = ()
+        for i in gl.static_range(NUM):
+            values = planes[i]
+            if HAS_ZEROS:
+                zero = zeros[(half * NUM + i) * PARTS // (2 * NUM)]
+                values = values - zero.to(DTYPE)[:, None]
+            if SCALE == _SCALE_WEIGHTS:
+                factor = factors[(half * NUM + i) * PARTS // (2 * NUM)]
+                values = values * factor.to(DTYPE)[:, None]
+            done += (values,)  # type: ignore[assignment]
+        values = gl.convert_layout(_side_by_side(done), OPERAND)
     return values
 
 
@@ -232,8 +257,6 @@ def _consume(
     num_tokens, num_rows, num_blocks, token_tiles, per_program = sizes
     X_STAGES: gl.constexpr = x_tiles.shape[0]
     BM: gl.constexpr = x_tiles.shape[1]
-    WIDTH: gl.constexpr = HOW[6]
-    NUM: gl.constexpr = _HALF // WIDTH
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     SIZE: gl.constexpr = ROWS * BM
@@ -273,23 +296,17 @@ def _consume(
             if HOW[0] != _FLOAT8:
                 words = tiles.index(stage).load(OPERAND)
             for half in gl.static_range(2):
+                ws = _weights(tiles.index(stage), words, block_scales, block_zeros, half, HOW)
                 j = 2 * i + half
                 x_stage = j % X_STAGES
-                xs = x_tiles.index(x_stage)
-                for part in gl.static_range(NUM):
-                    ws = _weights(
-                        tiles.index(stage), words, block_scales, block_zeros, half * NUM + part, HOW
-                    )
-                    if part == 0:
-                        mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
-                    inputs = xs.slice(part * WIDTH, WIDTH, dim=1).permute((1, 0))
-                    acc = warpgroup_mma(ws, inputs, acc, is_async=True)
-                    # The part before is done: its inputs and its registers may be overwritten.
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                    if part == 0:
-                        before = (j + X_STAGES - 1) % X_STAGES
-                        is_later = (block > first) | (half > 0)
-                        mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
+                mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
+                xs = x_tiles.index(x_stage).permute((1, 0))
+                acc = warpgroup_mma(ws, xs, acc, is_async=True)
+                # The half before is done: its inputs and its registers may be overwritten.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                before = (j + X_STAGES - 1) % X_STAGES
+                is_later = (block > first) | (half > 0)
+                mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
             mbarrier.arrive(free.index(stage), count=1)
             block_scales = next_scales
             block_zeros = next_zeros
@@ -357,6 +374,8 @@ def persistent_linear_kernel(
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     PARTS: gl.constexpr,
+    UNPACK_LOW: gl.constexpr,
+    UNPACK_HIGH: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -371,6 +390,7 @@ def persistent_linear_kernel(
         group_blocks: blocks that share scales; 1 if a block has several groups.
         ROWS: of W in a tile, which is one block of the descriptor; with a gate PIECE gates, PIECE
             rows that they gate, and so on.
+        UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
@@ -385,7 +405,8 @@ def persistent_linear_kernel(
         HAS_ZEROS,
         PARTS,
         LAYOUT,
-        32 if FORMAT == _INT8 else 16,
+        UNPACK_LOW,
+        UNPACK_HIGH,
     )
     pieces = gl.allocate_shared_memory(
         weight.dtype, [STAGES * PIECES, ROWS // PIECES, WIDTH], weight.layout

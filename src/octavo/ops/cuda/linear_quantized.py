@@ -32,6 +32,7 @@ from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
     persistent_linear_kernel,
+    unpacking,
 )
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
@@ -51,7 +52,7 @@ from octavo.ops.cuda.quantized_tiles import (
     candidates,
     steps_per_program,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 from octavo.ops.tuning import Answers, Question
@@ -140,6 +141,8 @@ def _launch_persistent(
     per_program = steps_per_program(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
     num_steps = num_tiles * num_blocks
     sums, arrivals = _workspace(x.device)
+    bits = 4 if stored.format == INT4 else 8
+    low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
     fetched = PIECE if epilogue.is_gated else tiles.rows
     num_programs = triton.cdiv(num_steps, per_program)
     is_shared = per_program % num_blocks != 0
@@ -170,6 +173,8 @@ def _launch_persistent(
         SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
         HAS_ZEROS=stored.zeros is not None,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
+        UNPACK_LOW=low,
+        UNPACK_HIGH=high,
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,10 @@ class CudaMeter:
 
     def compile(self, works: Sequence[Work]) -> list[bool]:
         """See Meter.compile: several at once."""
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        # A thread has no CUDA context, which TMA's descriptors need, before its first call of CUDA.
+        enter = partial(torch.cuda.synchronize, self._device)
+        with ThreadPoolExecutor(num_threads, initializer=enter) as pool:
             return list(pool.map(self._compile, works))
 
     def _compile(self, work: Work) -> bool:
