@@ -281,6 +281,7 @@ def _consume(
         if HAS_ZEROS:
             block_zeros = _of_groups(zeros, own, inside, first, strides, PARTS)
         acc = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
+        ws_before = gl.zeros([ROWS, _HALF], HOW[1], OPERAND)
         for block in range(first, last):
             i = tile * num_blocks + block - begin
             stage = i % STAGES
@@ -302,15 +303,17 @@ def _consume(
                 mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
                 xs = x_tiles.index(x_stage).permute((1, 0))
                 acc = warpgroup_mma(ws, xs, acc, is_async=True)
-                # The half before is done: its inputs and its registers may be overwritten.
-                acc = warpgroup_mma_wait(1, deps=[acc])
+                # The half before is done: its inputs and its registers may be overwritten, which
+                # the compiler must not do earlier, and so is told that they are needed here.
+                acc, ws_before = warpgroup_mma_wait(1, deps=[acc, ws_before])
+                ws_before = ws
                 before = (j + X_STAGES - 1) % X_STAGES
                 is_later = (block > first) | (half > 0)
                 mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
             mbarrier.arrive(free.index(stage), count=1)
             block_scales = next_scales
             block_zeros = next_zeros
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc, ws_before = warpgroup_mma_wait(0, deps=[acc, ws_before])
         end_stage = (2 * (tile * num_blocks + last - begin) - 1) % X_STAGES
         mbarrier.arrive(x_free.index(end_stage), count=1)
         if PDL:
