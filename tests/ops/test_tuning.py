@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,12 +68,16 @@ def test_a_difference_that_does_not_matter_changes_nothing(tmp_path: Path) -> No
     assert TuningFile(tmp_path / "t").answer(asked(8), meter) == {Key(8): "usual"}
 
 
-def test_what_fails_to_compile_is_left_out(tmp_path: Path) -> None:
+def test_what_fails_is_left_out(tmp_path: Path) -> None:
     meter = FakeMeter({"slow": 2.0, "slower": 3.0})
     found = TuningFile(tmp_path / "t").answer(asked(8, options=("broken", "slower", "slow")), meter)
     assert found == {Key(8): "slow"}
     found = TuningFile(tmp_path / "u").answer(asked(8, options=("broken",) * 2), meter)
     assert found == {}
+    meter = FakeMeter({"usual": math.inf, "other": 2.0, "third": math.inf})
+    assert TuningFile(tmp_path / "v").answer(asked(8), meter) == {Key(8): "other"}
+    meter = FakeMeter(dict.fromkeys(("usual", "other", "third"), math.inf))
+    assert TuningFile(tmp_path / "w").answer(asked(8), meter) == {}
 
 
 def test_time_is_bounded_and_the_rest_is_measured_later(

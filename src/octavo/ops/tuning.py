@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -160,13 +161,13 @@ class TuningFile:
             for question in chunk:
                 if self._clock() - started >= self._max_seconds:
                     break
-                times = {
-                    option: meter.measure(
-                        [question.work(option, i) for i in range(question.num_works)]
-                    )
-                    for option in question.options
-                    if (question.key, option) in served
-                }
+                times: dict[Hashable, float] = {}
+                for option in question.options:
+                    if (question.key, option) in served:
+                        works = [question.work(option, i) for i in range(question.num_works)]
+                        spent = meter.measure(works)
+                        if math.isfinite(spent):
+                            times[option] = spent
                 if times:
                     found[question.key] = fastest = _fastest(question.options[0], times)
                     if question.options[0] in times:

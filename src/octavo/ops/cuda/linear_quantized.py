@@ -254,14 +254,19 @@ class QuantizedCudaLinear:
     def _work(
         self, product: Product, epilogue: Epilogue, copies: Copies, choice: Choice, i: int
     ) -> Callable[[], Tensor]:
-        """See Question.work."""
+        """See Question.work. What it needs is made when it is first called."""
+        return partial(self._measured, product, epilogue, copies, choice, i)
+
+    def _measured(
+        self, product: Product, epilogue: Epilogue, copies: Copies, choice: Choice, i: int
+    ) -> Tensor:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
         kernel._stored = copies.weight(i)
         if product.rounds_inputs:
             rounded = copies.rounded(product.tokens, self._dtype)
-            return partial(kernel._multiply_rounded, x, *rounded, None, epilogue, choice, False)
-        return partial(kernel._multiply, x, None, epilogue, choice)
+            return kernel._multiply_rounded(x, *rounded, None, epilogue, choice, False)
+        return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         choice = self._choose(len(x), epilogue)
