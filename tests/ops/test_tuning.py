@@ -87,7 +87,10 @@ def test_time_is_bounded_and_the_rest_is_measured_later(
     meter = FakeMeter({"usual": 3.0, "other": 2.0, "third": 2.5})
     file = TuningFile(tmp_path / "t", max_seconds=4.0, clock=lambda: meter.now)
     assert list(file.answer(asked(8, 16, 32), meter)) == [Key(8), Key(16)]
-    assert "measured 2 of 3 products in 6.0 s: 2 take less time" in caplog.text
+    assert (
+        "measured 2 of 3 products in 6.0 s (what is missing, at a later start): 2 take less"
+        in caplog.text
+    )
     assert list(file.answer(asked(8, 16, 32), meter)) == [Key(8), Key(16), Key(32)]
     assert meter.now == 9
 
