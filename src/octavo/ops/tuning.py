@@ -173,8 +173,8 @@ class TuningFile:
                     if question.options[0] in times:
                         gains.append(times[fastest] / times[question.options[0]])
         logger.info(
-            "measured %d of %d products in %.1f s (what is missing, at a later start): %d take less "
-            "time than by rule; all together, on average %.0f%% less",
+            "measured %d of %d products in %.1f s (what is missing, at a later start): %d take "
+            "less time than by rule; all together, on average %.0f%% less",
             len(found),
             len(questions),
             self._clock() - started,
