@@ -27,7 +27,7 @@ import torch
 from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
-from octavo.config import KVCacheDType, ModelImpl, QuantizationName
+from octavo.config import KernelTuning, KVCacheDType, ModelImpl, QuantizationName
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
@@ -91,6 +91,7 @@ def main() -> None:
         default=["none"],
         help="how projections are quantized; several are measured one after the other",
     )
+    parser.add_argument("--tune-kernels", choices=get_args(KernelTuning), default="auto")
     arguments = parser.parse_args()
     if arguments.profile:
         os.environ[step_profile.REQUEST] = arguments.profile
@@ -114,6 +115,7 @@ def main() -> None:
             swap_space=0,
             tensor_parallel_size=size,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            tune_kernels=arguments.tune_kernels,
             max_model_len=max(2048, arguments.context + MAX_TOKENS),
         )
         for batch in arguments.batches or BATCHES[model]:

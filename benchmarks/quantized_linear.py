@@ -1,14 +1,14 @@
 """Projections with quantized weights: kernels alone, beside bf16's and the memory's bandwidth.
 
 Each time is that of one product in a CUDA graph of several, whose weights together do not fit the
-L2 cache. The bandwidth counts the weight's bytes alone. --measure first measures the candidates of
-tiles for these shapes, and keeps the best for this card, in the user's cache directory: engines use
-them from then on.
+L2 cache. The bandwidth counts the weight's bytes alone. --measure chooses kernels as engines do
+when they start: what is not in the user's cache is measured first, and kept there.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -19,10 +19,11 @@ from gpu_harness import report
 from torch import Tensor
 
 from octavo.ops.cuda.linear import linear
-from octavo.ops.cuda.linear_quantized import make_kernel, measure_tiles, microseconds
-from octavo.ops.cuda.quantized_tiles import SIZES
+from octavo.ops.cuda.linear_quantized import QuantizedCudaLinear, make_kernel
+from octavo.ops.cuda.tuning import CudaMeter, microseconds, tuning_path
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+from octavo.ops.tuning import TuningFile, distinct
 
 SHAPES = {  # of Llama 3 8B: rows of W, inputs, epilogue
     "qkv": (6144, 4096, Epilogue.NONE),
@@ -45,17 +46,19 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 16, 64, 256, 1024])
-    parser.add_argument("--measure", action="store_true", help="measure tiles, and keep the best")
+    parser.add_argument(
+        "--measure", action="store_true", help="choose the fastest kernels, and keep the choice"
+    )
     arguments = parser.parse_args()
     results = {}
     for shape, kind in product(arguments.shapes, arguments.forms):
         num_rows, size, epilogue = SHAPES[shape]
         dense = torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
         form = FORMS[kind](dense)
-        if arguments.measure:
-            measure(f"{shape}, {kind}", form, arguments.tokens, epilogue)
         weight = form.dequantize()
         kernels = [make_kernel(copied(form), dense.dtype) for _ in range(num_copies(form.nbytes))]
+        if arguments.measure:
+            choose(kernels, dense, arguments.tokens, epilogue)
         denses = [dense.clone() for _ in range(num_copies(dense.nbytes))]
         for num_tokens in arguments.tokens:
             x = torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16)
@@ -87,12 +90,20 @@ def main() -> None:
     report("quantized_linear", products=results)
 
 
-def measure(name: str, form: QuantizedWeight, numbers: Sequence[int], epilogue: Epilogue) -> None:
-    """Measure the candidates of tiles for so many tokens, and keep the best."""
-    for num_tokens in sorted({each for each in numbers if each <= SIZES[-1]}):
-        times = measure_tiles(form, num_tokens, epilogue)
-        for tiles, spent in sorted(times.items(), key=lambda item: item[1]):
-            print(f"{name}, {num_tokens} tokens: {spent:.1f} us with {tiles}", flush=True)
+def choose(
+    kernels: Sequence[QuantizedCudaLinear | None],
+    like: Tensor,
+    numbers: Sequence[int],
+    epilogue: Epilogue,
+) -> None:
+    """Have kernels compute in the fastest way for up to so many tokens; `like` has the dtype and
+    the width of the inputs."""
+    for kernel in kernels:
+        if kernel is not None:
+            kernel.apply(like[:1], None, epilogue)  # which says what is asked of it
+            file = TuningFile(tuning_path(like.device), max_seconds=math.inf)
+            questions = distinct(kernel.questions(max(numbers)))
+            kernel.adopt(file.answer(questions, CudaMeter(like.device)))
 
 
 def num_copies(num_bytes: int) -> int:

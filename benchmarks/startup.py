@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
+
+from octavo.config import KernelTuning, QuantizationName
 
 PROGRAM = """
 import json, sys, time
@@ -15,7 +18,7 @@ start = time.perf_counter()
 import gpu_harness
 imported = time.perf_counter()
 from octavo.engine.local_client import LocalClient
-client = LocalClient(gpu_harness.make_engine(sys.argv[1]))
+client = LocalClient(gpu_harness.make_engine(sys.argv[1], **json.loads(sys.argv[2])))
 ready = time.perf_counter()
 from octavo import SamplingParams
 client.add_request(client.make_request([1, 2, 3], SamplingParams(max_tokens=1, detokenize=False)))
@@ -32,11 +35,15 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=2, help="number of runs; caches may be cold in the first"
     )
+    parser.add_argument("--quantization", choices=get_args(QuantizationName))
+    parser.add_argument("--tune-kernels", choices=get_args(KernelTuning), default="auto")
     arguments = parser.parse_args()
+    names = ("quantization", "tune_kernels")
+    options = json.dumps({name: getattr(arguments, name) for name in names})
     runs = []
     for _ in range(arguments.runs):
         began = time.perf_counter()
-        command = [sys.executable, "-c", PROGRAM, arguments.model]
+        command = [sys.executable, "-c", PROGRAM, arguments.model, options]
         result = subprocess.run(
             command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
         )

@@ -20,6 +20,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 KVCacheDType = Literal["auto", "fp8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KernelTuning = Literal["auto", "off"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
@@ -221,6 +222,10 @@ class EngineConfig:
     """Where the model runs; "auto": on a GPU if there is one."""
     cuda_graphs: bool = True
     """On a GPU: steps are captured at the start and replayed."""
+    tune_kernels: KernelTuning = "auto"
+    """On a GPU: which kernels are the fastest for the shapes of the model is measured once for each
+    card and kept in the user's cache ("auto"), or follows from rules ("off"). The first start takes
+    up to a minute longer."""
     attention_backend: str = "auto"
     """Which attention implementation; "auto": the fast one of the device."""
     executor: str = "auto"

@@ -150,16 +150,17 @@ def quantized_projections() -> None:
     from test_quantized_forms import FORMS, dense
 
     from octavo.ops.cuda import linear as cuda_linear
-    from octavo.ops.cuda import linear_quantized
+    from octavo.ops.cuda import linear_quantized, linear_table
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import quantize_rows
-    from octavo.ops.cuda.quantized_tiles import choose_tiles, rounded_tiles
+    from octavo.ops.cuda.quantized_tiles import Product, Tiles, candidates
     from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     for module in (cuda_linear, linear_quantized):
         module._workspace = lambda device: workspace
+    linear_quantized._num_sms = lambda device: 132
     for i, name in enumerate(FORMS):
         dtype = torch.float16 if i % 2 else torch.bfloat16
         stored = StoredWeight.of(FORMS[name](dense(128, 1024).to(dtype)))
@@ -170,18 +171,21 @@ def quantized_projections() -> None:
         for num_tokens, epilogue in (
             (1, Epilogue.NONE),
             (64, Epilogue.SILU_MUL),
-            (300, Epilogue.NONE),
+            (300, Epilogue.SILU_MUL if i % 3 == 0 else Epilogue.NONE),
         ):
             x = torch.zeros(num_tokens, 1024, dtype=dtype)
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)
-            tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
-            assert tiles is not None
+            product = Product.of(num_tokens, stored, epilogue.is_gated)
+            assert product is not None
+            tiles = candidates(product)[0]
+            assert isinstance(tiles, Tiles)
             launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
     rounded, scales = quantize_rows(torch.zeros(128, 4096, dtype=torch.bfloat16))
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
-        rounding = rounded_tiles(128, out.shape[1], 4096, epilogue.is_gated)
-        assert rounding is not None
+        gated = epilogue.is_gated
+        rounding = candidates(Product(128, out.shape[1], 4096, 0, 0, False, gated, True))[0]
+        assert isinstance(rounding, linear_table.Tiles)
         factors = scales, torch.zeros(128, 1), 1
         cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, factors)
 

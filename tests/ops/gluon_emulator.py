@@ -1,6 +1,7 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
-Only what the kernels of linear_hopper.py, linear_hopper_quantized.py and experts_hopper.py use.
+Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py
+and experts_hopper.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory; programs run one after the other.
@@ -78,6 +79,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.values.narrow(dim, start, length))
+
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
         assert dtype == self.dtype
         return Shared(self.values.view(shape))
@@ -107,6 +111,7 @@ class Barriers:
         self.changed = threading.Condition()
         self.phases, self.pending, self.missing = [0] * count, [1] * count, [0] * count
         self.arrivals = [1] * count  # in a phase
+        self.shape = (count, 1)
 
     def index(self, i: int) -> tuple[Barriers, int]:
         return self, int(i)
@@ -319,10 +324,13 @@ def _partitions(
 
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
-) -> tuple[Block, ...]:
+) -> Any:
     """PTX of 32-bit registers: mov, shifts, and, prmt of whole halves, lop3 as (a & b) | c, and
     operations on two 16-bit numbers. Two neighbouring words of each argument have a register
     each."""
+    if not isinstance(dtype, tuple):
+        (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
+        return one
     num = len(dtype)
     assert pack == 2
     registers: dict[str, Tensor] = {}

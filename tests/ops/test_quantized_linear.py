@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,12 @@ from gluon_emulator import Descriptor, Emulated, run
 from test_quantized_forms import FORMS
 from torch import Tensor
 
-from octavo.ops.cuda import linear, linear_hopper, linear_quantized, stored_weights
+from octavo.ops.cuda import (
+    linear,
+    linear_hopper,
+    linear_quantized,
+    stored_weights,
+)
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.quantize import quantize_rows
@@ -19,12 +24,12 @@ from octavo.ops.cuda.quantized_tiles import (
     Product,
     Tiles,
     candidates,
-    keep_tiles,
-    measured_tiles,
+    persistent_tiles,
 )
 from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+from octavo.ops.tuning import Tunable
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
@@ -39,12 +44,14 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         workspace = torch.empty(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
         for module, kernel in (
             (linear_quantized, "quantized_linear_kernel"),
+            (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
         for module in (linear_quantized, linear):
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
+        monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
     return device
 
 
@@ -141,7 +148,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
     product = Product.of(20, stored, is_gated=True)
     assert product is not None
-    found = candidates(product, stored)
+    found = [tiles for tiles in candidates(product) if isinstance(tiles, Tiles)]
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
     found.append(replace(found[0], by_warp=not found[0].by_warp))
@@ -152,23 +159,70 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
         assert relative(out, wanted) < TOLERANCE, tiles
 
 
-def test_measured_tiles_are_kept_for_later_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "num_sms", "is_shared", "epilogue"),
+    [
+        (100, (128, 128), 7, True, Epilogue.SILU_MUL),
+        (300, (128, 256), 2, True, Epilogue.NONE),
+        (300, (256, 128), 132, True, Epilogue.SILU_MUL),
+        (300, (128, 256), 2, False, Epilogue.SILU_MUL),
+    ],
+)
+def test_persistent_programs_share_tiles_in_any_way(
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_tokens: int,
+    shape: tuple[int, int],
+    num_sms: int,
+    is_shared: bool,
+    epilogue: Epilogue,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some card")
-    product = Product(16, 4096, 4096, 1, 128, has_zeros=False, is_gated=True)
-    measured_tiles.cache_clear()
-    tiles = Tiles(16, 64, 5, splits=2, per_sm=2, early=True)
-    keep_tiles(CPU, product, tiles)
-    measured_tiles.cache_clear()
-    assert list(measured_tiles(CPU).values()) == [tiles]
-    [path] = tmp_path.rglob("*.json")
-    path.write_text("[1]")
-    measured_tiles.cache_clear()
-    assert measured_tiles(CPU) == {}
-    assert f"{path} is not used, because it cannot be read" in caplog.text
-    measured_tiles.cache_clear()
+    monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: num_sms)
+    dtype = torch.bfloat16 if num_sms == 7 else torch.float16
+    form = made(name, 260, 1152, hopper)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    product = Product.of(num_tokens, stored, epilogue.is_gated)
+    assert product is not None
+    tiles = persistent_tiles(product, *shape, is_shared=is_shared)
+    x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
+    out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
+    for _ in range(2):  # and are ready for the next product
+        launch(x, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial=False)
+        wanted = apply_epilogue(x.float() @ form.dequantize().t() + bias.float(), epilogue)
+        assert relative(out, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["float8-row", "int4-asymmetric"])
+def test_a_kernel_computes_by_the_answers_to_its_questions(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    form = made(name, 260, 1152, hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert isinstance(kernel, Tunable)
+    assert kernel.questions(2048) == []  # it was not used yet
+    x = inputs(150, 1152, torch.bfloat16, hopper)
+    wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
+    kernel.apply(x, None, Epilogue.SILU_MUL)
+    asked = kernel.questions(150)
+    assert [question.rows for question in asked] == [8, 16, 32, 64, 128, 192]
+    options = asked[-1].options
+    assert len(options) > 5
+    launched: list[Tiles] = []
+
+    def note(*args: Any, **options: Any) -> None:
+        launched.append(next(each for each in args if isinstance(each, Tiles)))
+        launch(*args, **options)
+
+    monkeypatch.setattr(linear_quantized, "launch", note)
+    for option in options:
+        launched.clear()
+        asked[-1].work(option, 1)()
+        kernel.adopt({asked[-1].key: option})
+        assert relative(kernel.apply(x, None, Epilogue.SILU_MUL), wanted) < TOLERANCE
+        assert launched == [option, option]
 
 
 @pytest.mark.parametrize("name", SERVED)

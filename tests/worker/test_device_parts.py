@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from octavo.config import make_config
 from octavo.core.step import BlockCopy, StepPlan
 from octavo.errors import ConfigError
+from octavo.layers.config import LinearConfig
+from octavo.layers.linear import make_linear
 from octavo.ops import (
     AttentionBatch,
     LayerPlace,
@@ -18,10 +23,12 @@ from octavo.ops import (
     ScoreFunction,
     load_backend,
 )
+from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables
+from octavo.worker.device import cuda
 from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
@@ -315,3 +322,22 @@ def test_a_gpu_without_fp8_refuses_an_fp8_kv_cache(
         return
     with pytest.raises(ConfigError, match=r"kv_cache_dtype.*capability 8\.9 .*this one has 8\.0"):
         device.resolve_kv_dtype("fp8", torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_gpu_tunes_the_kernels_of_all_layers_unless_that_is_off(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [make_linear(LinearConfig(16, (32,), bias=False)) for _ in range(2)]
+    for layer in layers:
+        layer.finalize()
+    tuned: list[Any] = []
+    monkeypatch.setattr(cuda, "tune", lambda *args: tuned.append(args))
+    monkeypatch.setattr(cuda, "release_cached", lambda: None)
+    device, ranks = CudaDevice(DEVICE), SingleRank()
+    monkeypatch.setattr(device, "_is_gpu", True)
+    config = make_config("demo", tune_kernels=mode, max_num_batched_tokens=300)
+    device.prepare(nn.Sequential(*layers), config, ranks)
+    kernels = [kernel for layer in layers for kernel in layer.kernels()]
+    assert len(kernels) == 2
+    assert tuned == ([(kernels, DEVICE, 300, ranks)] if mode == "auto" else [])

@@ -110,3 +110,13 @@ class WeightOwner(nn.Module):
 
     def finalize(self) -> None:
         """Rearrange the loaded weights for the device that they are on; called once."""
+
+    def kernels(self) -> Sequence[object]:
+        """What it computes with; called after `finalize`."""
+        return ()
+
+
+def kernels_of(model: nn.Module) -> list[object]:
+    """What all layers of a model compute with, in the order of its modules."""
+    owners = (module for module in model.modules() if isinstance(module, WeightOwner))
+    return [kernel for owner in owners for kernel in owner.kernels()]

@@ -95,6 +95,10 @@ class Projection(LinearMethod):
         """See LinearMethod.forward_partial."""
         return self._kernel.apply_partial(x, self.bias)
 
+    def kernels(self) -> Sequence[object]:
+        """See WeightOwner.kernels."""
+        return (self._kernel,)
+
 
 class PlainLinear(Projection):
     """Owns W and b in the model's dtype, as loaded or packed for the CPU."""

@@ -109,6 +109,8 @@ class Worker:
             budget = planned or device.measure_memory(demand, runner)
             self.budget = _agreed(budget, communicator, device.torch_device)
             measured = time.perf_counter()
+            device.prepare(model, config, communicator)
+            prepared = time.perf_counter()
             graphs = device.graphs(config.scheduler) if config.cuda_graphs else None
             with _refused(
                 "the KV cache and graphs", "lower gpu_memory_utilization or kv_cache_memory"
@@ -116,10 +118,12 @@ class Worker:
                 self.runner = runner(self.budget.num_blocks, self.budget.num_swap_blocks, graphs)
         device.settle(config.owns_process)
         logger.info(
-            "weights took %.1f s, measuring %.1f s, KV cache and graphs %.1f s",
+            "weights took %.1f s, measuring memory %.1f s, choosing kernels %.1f s, KV cache and "
+            "graphs %.1f s",
             loaded - started,
             measured - loaded,
-            time.perf_counter() - measured,
+            prepared - measured,
+            time.perf_counter() - prepared,
         )
 
     def shutdown(self) -> None:

@@ -30,7 +30,7 @@ from octavo.ops.epilogue import Epilogue, apply_epilogue
 # their sum does (benchmarks/logits_error.py).
 PARTIAL_DTYPE = torch.float32
 
-_WORKSPACE_BYTES = 32 << 20
+_WORKSPACE_BYTES = 36 << 20  # two tiles of 128 KB for each SM need 33 MB
 _MAX_TILES = 1 << 14
 _REGISTERS = 65536  # per SM
 # cuBLAS's product with bias and ReLU; it has no public name, and a torch may lack the private one.

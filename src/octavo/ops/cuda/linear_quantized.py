@@ -1,16 +1,18 @@
 """y = x W^T on Hopper with W quantized in memory.
 
-Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py). A model that
-was made for it has its inputs rounded to FP8, too, if they are more than a few. Otherwise W is
-dequantized into a workspace first, and computed with as any other weight: that costs as much as
-writing it, and the product with many tokens costs more.
+Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
+linear_hopper_persistent.py). A model that was made for it has its inputs rounded to FP8, too, if
+they are more than a few. Otherwise W is dequantized into a workspace first, and computed with as
+any other weight: that costs as much as writing it, and the product with many tokens costs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -26,31 +28,40 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
+from octavo.ops.cuda.linear_hopper_persistent import (
+    HALF,
+    PIECE,
+    persistent_linear_kernel,
+    unpacking,
+)
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_SUMS,
     SCALE_WEIGHTS,
     quantized_linear_kernel,
 )
+from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import quantize_rows
 from octavo.ops.cuda.quantized_tiles import (
+    LIBRARY,
+    SIZES,
+    Choice,
     Product,
     Tiles,
     candidates,
-    choose_tiles,
-    keep_tiles,
-    rounded_tiles,
+    steps_per_program,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
+from octavo.ops.tuning import Answers, Question
 
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
+MAX_PROGRAMS = 144  # of the persistent kernel: each needs 256 KB of the workspace
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
-_REPLAYS = 9
 
 
 def launch(
@@ -62,7 +73,10 @@ def launch(
     tiles: Tiles,
     is_partial: bool,
 ) -> None:
-    """Run linear_hopper_quantized's kernel."""
+    """Run linear_hopper_quantized's kernel, or linear_hopper_persistent's."""
+    if tiles.x_stages:
+        _launch_persistent(x, stored, bias, out, epilogue, tiles)
+        return
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
@@ -112,6 +126,71 @@ def launch(
     )
 
 
+def _launch_persistent(
+    x: Tensor,
+    stored: StoredWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: Epilogue,
+    tiles: Tiles,
+) -> None:
+    (num_tokens, size), num_rows = x.shape, out.shape[-1]
+    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
+    num_blocks = triton.cdiv(size, BLOCK)
+    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
+    per_program = steps_per_program(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
+    num_steps = num_tiles * num_blocks
+    sums, arrivals = _workspace(x.device)
+    bits = 4 if stored.format == INT4 else 8
+    low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
+    fetched = PIECE if epilogue.is_gated else tiles.rows
+    num_programs = triton.cdiv(num_steps, per_program)
+    is_shared = per_program % num_blocks != 0
+    assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
+    assert not is_shared or num_tiles <= len(arrivals)
+    persistent_linear_kernel[(num_programs,)](
+        _descriptor(x, tiles.tokens, HALF),
+        _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
+        stored.scales,
+        stored.scales if stored.zeros is None else stored.zeros,
+        bias,
+        out,
+        sums,
+        arrivals,
+        num_tokens,
+        num_rows,
+        num_blocks,
+        num_steps,
+        per_program,
+        stored.stride_row,
+        stored.stride_group,
+        stored.block_rows,
+        max(1, stored.group // BLOCK),
+        ROWS=tiles.rows,
+        STAGES=tiles.stages,
+        X_STAGES=tiles.x_stages,
+        FORMAT=stored.format,
+        SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
+        HAS_ZEROS=stored.zeros is not None,
+        PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
+        UNPACK_LOW=low,
+        UNPACK_HIGH=high,
+        EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
+        HAS_BIAS=bias is not None,
+        num_warps=tiles.warps,
+        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
+        **launch_options(x.device),
+    )
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    """As many programs as have room in the workspace, at most."""
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(num_sms, MAX_PROGRAMS)
+
+
 class QuantizedCudaLinear:
     """Owns W as StoredWeight has it."""
 
@@ -123,6 +202,10 @@ class QuantizedCudaLinear:
         """permutation: int64 [in_features], of the inputs (GroupedInt)."""
         self._stored = stored
         self._permutation = permutation
+        self._dtype = dtype
+        self._uses: dict[bool, Epilogue] = {}  # by whether they are gated
+        self._answers: Answers = {}
+        self._choices: dict[tuple[int, bool], Choice] = {}  # by places in SIZES, and as of _uses
         # What torch's product of FP8 with FP8 takes.
         is_served = dtype == torch.bfloat16 and all(each % 16 == 0 for each in stored.shape)
         self._rounds_inputs = stored.quantizes_inputs and stored.group == 0 and is_served
@@ -136,33 +219,85 @@ class QuantizedCudaLinear:
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
+        choice = self._choose(num_tokens, Epilogue.NONE)
         if self._rounds(num_tokens):
-            return self._apply_rounded(x, bias, Epilogue.NONE, is_partial=True)
-        tiles = self._tiles(num_tokens, is_gated=False)
-        if tiles is None:
+            return self._apply_rounded(x, bias, Epilogue.NONE, choice, is_partial=True)
+        if not isinstance(choice, Tiles):
             return linear_partial(x, self._dense(x.dtype), bias)
-        if tiles.splits == 1:
+        if choice.splits == 1:
             return self._apply(x, bias, Epilogue.NONE)
-        shape = (tiles.splits, num_tokens, stored.shape[0])
+        shape = (choice.splits, num_tokens, stored.shape[0])
         out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
-        launch(x, stored, bias, out, Epilogue.NONE, tiles, is_partial=True)
+        launch(x, stored, bias, out, Epilogue.NONE, choice, is_partial=True)
         return out
+
+    def questions(self, max_tokens: int) -> list[Question]:
+        """See Tunable.questions: for each number of tokens in SIZES, and up to the next of them."""
+        copies = Copies(self._stored)
+        found = []
+        for is_gated, epilogue in sorted(self._uses.items()):
+            for tokens, before in zip(SIZES, (0, *SIZES), strict=False):
+                if before >= max_tokens:
+                    break
+                product = Product.of(tokens, self._stored, is_gated, self._rounds(tokens))
+                assert product is not None
+                options = candidates(product)
+                work = partial(self._work, product, epilogue, copies)
+                found.append(Question(product, options, tokens, work, copies.count))
+        return found
+
+    def adopt(self, answers: Answers) -> None:
+        """See Tunable.adopt."""
+        self._answers = answers
+        self._choices.clear()
+
+    def _work(
+        self, product: Product, epilogue: Epilogue, copies: Copies, choice: Choice, i: int
+    ) -> Callable[[], Tensor]:
+        """See Question.work. What it needs is made when it is first called."""
+        return partial(self._measured, product, epilogue, copies, choice, i)
+
+    def _measured(
+        self, product: Product, epilogue: Epilogue, copies: Copies, choice: Choice, i: int
+    ) -> Tensor:
+        x = copies.inputs(product.tokens, self._dtype)
+        kernel = copy(self)
+        kernel._stored = copies.weight(i)
+        if product.rounds_inputs:
+            rounded = copies.rounded(product.tokens, self._dtype)
+            return kernel._multiply_rounded(x, *rounded, None, epilogue, choice, False)
+        return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        stored, num_tokens = self._stored, len(x)
-        if self._rounds(num_tokens):
-            return self._apply_rounded(x, bias, epilogue, is_partial=False)
-        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
-        tiles = self._tiles(num_tokens, epilogue.is_gated)
-        if tiles is None:
-            return linear(x, self._dense(x.dtype), bias, epilogue)
-        out = x.new_empty((num_tokens, num_rows))
-        launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
-        return out
+        choice = self._choose(len(x), epilogue)
+        if self._rounds(len(x)):
+            return self._apply_rounded(x, bias, epilogue, choice, is_partial=False)
+        return self._multiply(x, bias, epilogue, choice)
 
-    def _tiles(self, num_tokens: int, is_gated: bool) -> Tiles | None:
-        """None: W is dequantized."""
-        return choose_tiles(num_tokens, self._stored, is_gated)
+    def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
+        place = bisect_left(SIZES, num_tokens), epilogue.is_gated
+        choice = self._choices.get(place)
+        if choice is None:
+            self._uses.setdefault(epilogue.is_gated, epilogue)
+            rounds = self._rounds(num_tokens)
+            product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounds)
+            if product is None:
+                choice = LIBRARY
+            else:
+                choice = self._answers.get(product) or candidates(product)[0]
+            self._choices[place] = choice
+        return choice
+
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, choice: Choice
+    ) -> Tensor:
+        stored = self._stored
+        if not isinstance(choice, Tiles):
+            return linear(x, self._dense(x.dtype), bias, epilogue)
+        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        out = x.new_empty((len(x), num_rows))
+        launch(x, stored, bias, out, epilogue, choice, is_partial=False)
+        return out
 
     def _rounds(self, num_tokens: int) -> bool:
         return self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS
@@ -175,14 +310,30 @@ class QuantizedCudaLinear:
         return dense.view(num_rows, size)
 
     def _apply_rounded(
-        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, is_partial: bool
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        choice: Choice,
+        is_partial: bool,
     ) -> Tensor:
         """With inputs in FP8, too; is_partial: the caller takes partial sums."""
+        return self._multiply_rounded(x, *quantize_rows(x), bias, epilogue, choice, is_partial)
+
+    def _multiply_rounded(
+        self,
+        x: Tensor,
+        rounded: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        choice: Choice,
+        is_partial: bool,
+    ) -> Tensor:
+        """As `_apply_rounded`, of x that is rounded already."""
         stored, num_tokens = self._stored, len(x)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
-        rounded, scales = quantize_rows(x)
-        tiles = rounded_tiles(num_tokens, num_rows, stored.shape[1], epilogue.is_gated)
-        if tiles is None:
+        if not isinstance(choice, DenseTiles):
             y = torch._scaled_mm(
                 rounded,
                 stored.weight.t(),
@@ -193,13 +344,13 @@ class QuantizedCudaLinear:
                 use_fast_accum=True,
             )
             return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
-        is_partial = is_partial and tiles.splits > 1
+        is_partial = is_partial and choice.splits > 1
         if is_partial:
-            out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
+            out = x.new_empty((choice.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
         else:
             out = x.new_empty((num_tokens, num_rows))
         factors = scales, stored.scales, stored.block_rows
-        launch_dense(rounded, stored.weight, bias, out, epilogue, tiles, is_partial, factors)
+        launch_dense(rounded, stored.weight, bias, out, epilogue, choice, is_partial, factors)
         return out
 
     def _aligned(self, x: Tensor) -> Tensor:
@@ -208,6 +359,37 @@ class QuantizedCudaLinear:
             return x.index_select(1, self._permutation)
         is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         return x if is_aligned else x.contiguous().clone()
+
+
+class Copies:
+    """Copies of a weight that together do not fit the L2 cache, and inputs, made when they are
+    needed: for measuring."""
+
+    def __init__(self, stored: StoredWeight) -> None:
+        self._stored = stored
+        self.count = int(_MEASURED_BYTES // stored.weight.nbytes) + 2
+        self._weights = {0: stored}
+        self._inputs: dict[int, Tensor] = {}
+        self._rounded: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def weight(self, i: int) -> StoredWeight:
+        """The i-th; the first one is the weight itself."""
+        if i not in self._weights:
+            self._weights[i] = replace(self._stored, weight=self._stored.weight.clone())
+        return self._weights[i]
+
+    def inputs(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """Random ones."""
+        if num_tokens not in self._inputs:
+            shape, device = (num_tokens, self._stored.shape[1]), self._stored.weight.device
+            self._inputs[num_tokens] = torch.randn(shape, device=device, dtype=dtype)
+        return self._inputs[num_tokens]
+
+    def rounded(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same as `quantize_rows` rounds them."""
+        if num_tokens not in self._rounded:
+            self._rounded[num_tokens] = quantize_rows(self.inputs(num_tokens, dtype))
+        return self._rounded[num_tokens]
 
 
 # Where weights are dequantized, one after the other: as large as the largest one needs.
@@ -230,65 +412,3 @@ def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinea
         return None
     permutation = form.permutation if isinstance(form, GroupedInt) else None
     return QuantizedCudaLinear(stored, permutation, dtype)
-
-
-def measure_tiles(
-    form: QuantizedWeight,
-    num_tokens: int,
-    epilogue: Epilogue,
-    tried: Sequence[Tiles] = (),
-) -> dict[Tiles, float]:
-    """Measure tiles for products with weights like `form`, and keep the best.
-
-    Inputs are bfloat16.
-
-    Args:
-        tried: instead of the candidates that the rule proposes.
-
-    Returns:
-        Microseconds of each; empty if there is nothing to choose.
-    """
-    stored = StoredWeight.of(form)
-    product = None if stored is None else Product.of(num_tokens, stored, epilogue.is_gated)
-    if stored is None or product is None:
-        return {}
-    num_copies = int(_MEASURED_BYTES // stored.weight.nbytes) + 2
-    copies = [replace(stored, weight=stored.weight.clone()) for _ in range(num_copies)]
-    x = torch.randn(num_tokens, product.size, device=form.device, dtype=torch.bfloat16)
-    out = x.new_empty((num_tokens, product.num_rows))
-    times = {}
-    for tiles in tried or candidates(product, stored):
-        works = [
-            partial(launch, x, each, None, out, epilogue, tiles, is_partial=False)
-            for each in copies
-        ]
-        times[tiles] = microseconds(works)
-    if times:
-        keep_tiles(form.device, product, min(times, key=lambda tiles: times[tiles]))
-    return times
-
-
-def microseconds(works: Sequence[Callable[[], object]]) -> float:
-    """Of each, one after the other in a CUDA graph: the median of several runs of it.
-
-    They should read more weights than the L2 cache holds.
-    """
-    for work in works:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    times: list[float] = []
-    for _ in range(_REPLAYS):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(works))
-    return sorted(times)[len(times) // 2]

@@ -1,40 +1,41 @@
-"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, and
+linear_hopper_persistent.py from 65 tokens on).
 
-A rule proposes a few by the shape, the best guess first: what was fastest, or nearly so, for the
-shapes of Llama 3 8B on an H200 (2026-11-22, Triton 3.6, benchmarks/quantized_linear.py). Which of
-them is fastest on another card, or for another shape, can be measured
-(`octavo.ops.cuda.linear_quantized.measure_tiles`): that takes up to a second for each, most of it
-for compiling, so engines do not do it when they start; the file that `table_path` names keeps it.
+A rule proposes some by the shape, the best guess first: what was fastest, or nearly so, for the
+shapes of Llama 3 8B on an H200 (2026-11-23, Triton 3.6, benchmarks/quantized_linear.py). Which of
+them is fastest on this card, for this shape, is measured when an engine starts (tuning.py).
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
-import torch
 import triton
 
 from octavo.ops.cuda import linear_table
-from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
+from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, row_bytes, staged_groups
 
-logger = logging.getLogger(__name__)
-
-# What tokens are padded to; more are computed otherwise.
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Up to how many tokens a choice is for; more are computed otherwise.
+SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
 _MAX_STAGES = 12
+_FEWEST_STEPS = 4
+# Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
+# adding up parts of tiles that programs share: measured on an H200, 2026-11-23, with weights of 4
+# and of 8 bits. What they choose takes 1% longer than the fastest, on average of 64 products.
+_COSTS = {(128, 128): (0.8, 5.0), (128, 256): (1.5, 16.0), (256, 128): (1.25, 12.0)}
+_MOST_PERSISTENT = 4  # that are measured
+_REGISTERS = 65536  # per SM
+_LEAST_REGISTERS = 40  # of a thread, beside sums
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A configuration of linear_hopper_quantized.py's kernel."""
+    """A configuration of linear_hopper_quantized.py's kernel, or linear_hopper_persistent.py's."""
 
     tokens: int  # BM
     rows: int  # of W; with a gate half of them are gates
@@ -45,55 +46,141 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
+    # Of linear_hopper_persistent.py's kernel:
+    x_stages: int = 0  # of half a block of x; 0: it is not that kernel
+    is_shared: bool = False  # programs compute equally many steps, not whole tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
+
+
+Choice = Tiles | linear_table.Tiles | Library  # the second ones with inputs rounded to FP8
+LIBRARY = Library()
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """What tiles are chosen for."""
 
-    tokens: int  # padded
+    tokens: int  # at most, one of SIZES
     num_rows: int  # results per token
     size: int  # inputs
     format: int
     group: int
     has_zeros: bool
     is_gated: bool
+    rounds_inputs: bool = False  # to FP8
 
     @classmethod
-    def of(cls, num_tokens: int, stored: StoredWeight, is_gated: bool) -> Product | None:
-        """None: too many tokens for the kernel."""
-        tokens = next((each for each in SIZES if num_tokens <= each), None)
-        if tokens is None:
+    def of(
+        cls, num_tokens: int, stored: StoredWeight, is_gated: bool, rounds_inputs: bool = False
+    ) -> Product | None:
+        """None: too many tokens for kernels that dequantize. With inputs rounded, more are computed
+        as those of the last size."""
+        if num_tokens > SIZES[-1] and not rounds_inputs:
             return None
+        tokens = next((each for each in SIZES if num_tokens <= each), SIZES[-1])
         num_rows, size = stored.shape
         num_rows //= 2 if is_gated else 1
         has_zeros = stored.zeros is not None
-        return cls(tokens, num_rows, size, stored.format, stored.group, has_zeros, is_gated)
+        return cls(
+            *(tokens, num_rows, size, stored.format, stored.group, has_zeros),
+            *(is_gated, rounds_inputs),
+        )
 
 
-def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
-    """The tiles among which to choose, the best guess first."""
-    by_warp = product.tokens <= 16
-    scales_weights = stored.group > 0 and product.tokens >= 128
-    if by_warp:
-        kinds = [(product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2))]
+@cache
+def candidates(product: Product) -> tuple[Choice, ...]:
+    """What may be the fastest for a product, the best guess first."""
+    if product.rounds_inputs:
+        return tuple(_rounded_candidates(product))
+    found: list[Choice] = []
+    if product.tokens >= 128:
+        found += _persistent_candidates(product)
+    if product.tokens <= 512:
+        found += _simple_candidates(product)
+    if product.tokens >= 1024 or not found:
+        found.append(LIBRARY)
+    return tuple(found)
+
+
+def _simple_candidates(product: Product) -> list[Tiles]:
+    """Of linear_hopper_quantized.py's kernel."""
+    scales_weights = product.group > 0 and product.tokens >= 128
+    # Tokens, rows, programs on an SM, and whether single warps multiply.
+    if product.tokens <= 16:
+        pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
+        kinds = [(product.tokens, *pair, True) for pair in pairs]
+        kinds.append((product.tokens, 64, 3, False))
     elif product.tokens <= 128:
-        kinds = [(product.tokens, *each) for each in ((64, 2), (64, 1), (128, 1))]
-    elif product.tokens == 256 and not product.is_gated:
-        kinds = [(128, 64, 2), (256, 128, 1), (256, 64, 1)]
+        pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
+        kinds = [(product.tokens, *pair, False) for pair in pairs]
     else:
-        kinds = [(256, 128, 1), (128, 64, 2), (256, 64, 1)]
-    found = []
-    for tokens, rows, per_sm in kinds:
-        tiles = _fitting(product, stored, tokens, rows, per_sm)
-        if tiles is not None and tiles not in found:
-            found.append(replace(tiles, scales_weights=scales_weights, by_warp=by_warp))
+        kinds = [(128, 64, 2, False), (256, 128, 1, False)]
+    found: list[Tiles] = []
+    for tokens, rows, per_sm, by_warp in kinds:
+        registers = _REGISTERS // (32 * (rows // 16 + 4) * per_sm)
+        if registers < tokens // 2 + _LEAST_REGISTERS:
+            continue  # the compiler would fail
+        tiles = _fitting(product, tokens, rows, per_sm)
+        if tiles is not None:
+            tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
+            if tiles not in found:
+                found.append(tiles)
     return found
 
 
-def _fitting(
-    product: Product, stored: StoredWeight, tokens: int, rows: int, per_sm: int
-) -> Tiles | None:
+def _persistent_candidates(product: Product) -> list[Tiles]:
+    """Of linear_hopper_persistent.py's kernel."""
+    found = [
+        persistent_tiles(product, *shape, is_shared=is_shared)
+        for shape in _COSTS
+        if shape[0] == 128 or product.tokens > 128
+        for is_shared in (False, True)
+    ]
+    found.sort(key=lambda tiles: _expected(product, tiles))
+    return found[:_MOST_PERSISTENT]
+
+
+def _expected(product: Product, tiles: Tiles) -> float:
+    """About how many microseconds a product takes."""
+    halves = 2 if product.is_gated else 1
+    num_tiles = triton.cdiv(product.num_rows * halves, tiles.rows)
+    num_tiles *= triton.cdiv(product.tokens, tiles.tokens)
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    steps = steps_per_program(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
+    of_step, of_sharing = _COSTS[tiles.tokens, tiles.rows]
+    return steps * of_step + (of_sharing if tiles.is_shared else 0)
+
+
+def persistent_tiles(product: Product, tokens: int, rows: int, is_shared: bool) -> Tiles:
+    """Of linear_hopper_persistent.py's kernel."""
+    num_bytes = row_bytes(product.format) * rows
+    stages = 4 if product.format == INT4 and tokens < 256 else 3
+    room = _PERSISTENT_MEMORY - stages * num_bytes
+    x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
+    scales_weights = product.group > 0
+    return Tiles(
+        *(tokens, rows, stages, 8),
+        scales_weights=scales_weights,
+        x_stages=x_stages,
+        is_shared=is_shared,
+    )
+
+
+def steps_per_program(num_tiles: int, num_blocks: int, num_sms: int, is_shared: bool) -> int:
+    """How many blocks of tiles a persistent program computes: those of whole tiles, or as many as
+    all SMs share evenly."""
+    if not is_shared:
+        waves: int = triton.cdiv(num_tiles, num_sms)
+        return waves * num_blocks
+    shared: int = triton.cdiv(num_tiles * num_blocks, num_sms)
+    return max(shared, min(_FEWEST_STEPS, num_blocks))
+
+
+def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
     """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
     halves = 2 if product.is_gated else 1
     num_blocks = triton.cdiv(product.size, BLOCK)
@@ -102,34 +189,19 @@ def _fitting(
     splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
     per_split = triton.cdiv(num_blocks, splits)
     splits = triton.cdiv(num_blocks, per_split)  # none of them empty
-    staged = (6 if product.has_zeros else 4) * stored.staged_groups(splits) * rows
-    stage = stored.row_bytes * rows + 2 * BLOCK * tokens
+    staged = (
+        (6 if product.has_zeros else 4) * staged_groups(product.size, product.group, splits) * rows
+    )
+    stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
     return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
 
 
-def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
-    """The measured ones, or the best guess; None: with so many tokens W is dequantized, or inputs
-    are rounded."""
-    product = Product.of(num_tokens, stored, is_gated)
-    if product is None:
-        return None
-    if stored.weight.device.type == "cuda":
-        measured = measured_tiles(stored.weight.device).get(_key(product))
-        if measured is not None:
-            return measured
-    found = candidates(product, stored)
-    return found[0] if found else None
-
-
-def rounded_tiles(
-    num_tokens: int, num_rows: int, size: int, is_gated: bool
-) -> linear_table.Tiles | None:
-    """Of a product of FP8 with FP8; None: torch's is faster."""
-    if num_tokens > 1024 and not is_gated:
-        return None
+def _rounded_candidates(product: Product) -> list[Choice]:
+    """Of a product of FP8 with FP8: of linear_hopper.py's kernel, or torch's."""
+    num_tokens, num_rows, is_gated = product.tokens, product.num_rows, product.is_gated
     tokens, rows, per_sm = 64 if num_tokens <= 64 else 128, 64, 1
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
     if num_tiles > _NUM_SMS:
@@ -138,49 +210,25 @@ def rounded_tiles(
         else:
             rows = 128
             tokens = 128 if is_gated or num_tokens <= 512 else 256
-        num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
-    num_blocks = triton.cdiv(size, BLOCK)
-    most = _MAX_SPLITS if num_tokens <= 256 else 1
+    kinds = [(tokens, rows, per_sm)]
+    if num_tokens <= 64:
+        kinds += [(64, 64, 3), (64, 128, 1), (64, 64, 1), (64, 64, 2)]
+    else:
+        kinds += [(128, 64, 2), (128, 64, 1), (128, 128, 1)]
+        kinds += [] if is_gated or num_tokens <= 256 else [(256, 128, 1)]
+    found: list[Choice] = [_rounded_tiles(product, *kind) for kind in dict.fromkeys(kinds)]
+    found = list(dict.fromkeys(found))
+    return [LIBRARY, *found] if num_tokens > 1024 and not is_gated else [*found, LIBRARY]
+
+
+def _rounded_tiles(product: Product, tokens: int, rows: int, per_sm: int) -> linear_table.Tiles:
+    num_tiles = triton.cdiv(product.num_rows, rows) * triton.cdiv(product.tokens, tokens)
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    most = _MAX_SPLITS if product.tokens <= 256 else 1
     splits = max(1, min(most, _NUM_SMS // num_tiles, num_blocks // 4))
     splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
-    stage = BLOCK * (rows * (2 if is_gated else 1) + tokens)
+    stage = BLOCK * (rows * (2 if product.is_gated else 1) + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage, _MAX_STAGES)
     return linear_table.Tiles(
         tokens, rows, BLOCK, stages, rows // 16, splits, per_sm, early=per_sm > 1
     )
-
-
-def table_path(device: torch.device) -> Path:
-    """Where the measurements of a card are kept: in the user's cache, by card and Triton."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    card = torch.cuda.get_device_name(device).replace(" ", "-")
-    return root / "octavo" / f"quantized-tiles-{card}-triton-{triton.__version__}.json"
-
-
-@cache
-def measured_tiles(device: torch.device) -> dict[str, Tiles]:
-    """What was measured on such a card; empty if nothing was, or if the file cannot be read."""
-    path = table_path(device)
-    try:
-        entries = json.loads(path.read_text())
-        return {key: Tiles(**values) for key, values in entries.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("%s is not used, because it cannot be read: %s", path, error)
-        return {}
-
-
-def keep_tiles(device: torch.device, product: Product, tiles: Tiles) -> None:
-    """Note what is fastest, for this process and for later ones."""
-    table = measured_tiles(device)
-    table[_key(product)] = tiles
-    path = table_path(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({key: asdict(value) for key, value in table.items()}, indent=1))
-    partial.replace(path)
-
-
-def _key(product: Product) -> str:
-    return "/".join(str(int(each)) for each in astuple(product))

@@ -18,6 +18,20 @@ BLOCK = 128  # inputs of a tile
 FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
 
 
+def row_bytes(format: int) -> int:
+    """Of BLOCK inputs of a row of W."""
+    return BLOCK if format == FLOAT8 else BLOCK // (2 if format == INT4 else 1)
+
+
+def staged_groups(size: int, group: int, splits: int) -> int:
+    """How many groups a split of `size` inputs may have, rounded up to a power of 2."""
+    if not group:
+        return 1
+    num_inputs = triton.cdiv(triton.cdiv(size, BLOCK), splits) * BLOCK
+    groups = triton.cdiv(num_inputs, group) + (group > BLOCK)
+    return power_of_2(groups)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
     """A quantized W [out_features, in_features] as the kernel takes it."""
@@ -36,16 +50,12 @@ class StoredWeight:
 
     @property
     def row_bytes(self) -> int:
-        """Of BLOCK inputs of a row."""
-        return BLOCK if self.format == FLOAT8 else BLOCK // (2 if self.format == INT4 else 1)
+        """See `row_bytes`."""
+        return row_bytes(self.format)
 
     def staged_groups(self, splits: int) -> int:
-        """How many groups a split of the inputs may have, rounded up to a power of 2."""
-        if not self.group:
-            return 1
-        num_inputs = triton.cdiv(triton.cdiv(self.shape[1], BLOCK), splits) * BLOCK
-        groups = triton.cdiv(num_inputs, self.group) + (self.group > BLOCK)
-        return power_of_2(groups)
+        """See `staged_groups`."""
+        return staged_groups(self.shape[1], self.group, splits)
 
     @property
     def row_scales(self) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.step import PendingStep, StepPlan
@@ -26,6 +26,7 @@ from octavo.memory_budget import (
 from octavo.models.config import ModelConfig
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, HostStaging, Staging
+from octavo.ops.communicator import Communicator
 from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import Drawer
 
@@ -174,6 +175,11 @@ class Device(ABC):
     def measure_memory(self, demand: Demand, make_runner: MakeRunner) -> MemoryBudget:
         """The budget by the largest steps, run with the loaded model; raises as `plan_memory`."""
         raise NotImplementedError
+
+    def prepare(self, model: nn.Module, config: EngineConfig, communicator: Communicator) -> None:
+        """Have a model's kernels get ready, after the largest steps have run, and before the KV
+        cache takes the memory; called by all ranks together."""
+        return
 
     @abstractmethod
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.errors import ConfigError, OutOfMemory
+from octavo.layers.base import kernels_of
 from octavo.memory_budget import MemoryBudget, format_bytes
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
+from octavo.ops.communicator import Communicator
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
+from octavo.ops.cuda.tuning import tune
 from octavo.worker.device.base import (
     DTYPES,
     Demand,
@@ -118,6 +121,13 @@ class CudaDevice(Device):
         graphs = self.graphs(demand.config.scheduler) if demand.config.cuda_graphs else None
         total = self.total_memory(demand.config)
         return measure_memory(demand, make_runner, total, self.torch_device, graphs)
+
+    def prepare(self, model: nn.Module, config: EngineConfig, communicator: Communicator) -> None:
+        """See Device.prepare: measures which kernels are the fastest, unless a file says it."""
+        if self._is_gpu and config.tune_kernels == "auto":
+            max_tokens = config.scheduler.max_num_batched_tokens
+            tune(kernels_of(model), self.torch_device, max_tokens, communicator)
+            release_cached()
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # Kernels read whole tiles and mask what lies after a sequence: that must be finite.
