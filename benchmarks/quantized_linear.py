@@ -34,7 +34,7 @@ SHAPES = {  # of Llama 3 8B: rows of W, inputs, epilogue
 FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "fp8": lambda dense: ScaledFloat8.quantize(dense, (1, dense.shape[1]), quantizes_inputs=True),
     "fp8-weights": lambda dense: ScaledFloat8.quantize(dense, (1, dense.shape[1])),
-    "fp8-block": lambda dense: ScaledFloat8.quantize(dense, (128, 128)),
+    "fp8-block": lambda dense: ScaledFloat8.quantize(dense, (128, 128), quantizes_inputs=True),
     "int8": lambda dense: GroupedInt.quantize(dense, 8, dense.shape[1]),
     "int4": lambda dense: GroupedInt.quantize(dense, 4, 128),
 }

@@ -102,6 +102,7 @@ def norms() -> None:
     from octavo.ops.cuda.all_reduce import Exchange
     from octavo.ops.cuda.norm import norm
     from octavo.ops.norm import Affine
+    from octavo.ops.quantized import Rounding
 
     rows, size = 3, 4096
     x, residual, second = torch.zeros(3, rows, size, dtype=torch.bfloat16)
@@ -117,6 +118,8 @@ def norms() -> None:
             norm(splits, affine, 1e-5, residual, is_rms, reduction=reduction)
     for is_rms in (True, False):
         norm(x, affine, 1e-5, None, is_rms)
+        for rounding in Rounding:
+            norm(splits, affine, 1e-5, residual, is_rms, rounding=rounding)
     norm(x, affine, 1e-5, residual, True, second=second, twin=affine)
     norm(splits, affine, 1e-5, residual, True, branch=affine, reduction=reduction)
 
@@ -151,11 +154,13 @@ def quantized_projections() -> None:
 
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda import linear_quantized, linear_table
+    from octavo.ops.cuda.linear_gemv import Scales, linear_one
     from octavo.ops.cuda.linear_quantized import launch
-    from octavo.ops.cuda.quantize import quantize_rows
+    from octavo.ops.cuda.quantize import round_inputs
     from octavo.ops.cuda.quantized_tiles import Product, Tiles, candidates
     from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
+    from octavo.ops.quantized import Rounding
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     for module in (cuda_linear, linear_quantized):
@@ -180,14 +185,27 @@ def quantized_projections() -> None:
             tiles = candidates(product)[0]
             assert isinstance(tiles, Tiles)
             launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
-    rounded, scales = quantize_rows(torch.zeros(128, 4096, dtype=torch.bfloat16))
+    rounded, scales = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
         gated = epilogue.is_gated
+        blocks = StoredWeight.of(FORMS["float8-block"](dense(128, 1024)))
+        assert blocks is not None
+        x = torch.zeros(len(out), 1024, dtype=out.dtype)
+        linear_one(
+            *(x[:1], blocks.weight, None, out[:1], epilogue),
+            scales=Scales(blocks.scales, blocks.block_rows, blocks.group),
+        )
+        in_float8, factors = round_inputs(x, Rounding.GROUPS)
+        product = Product.of(128, blocks, gated, rounds_inputs=True)
+        assert product is not None
+        grouped = candidates(product)[0]
+        assert isinstance(grouped, Tiles)
+        launch(in_float8, blocks, None, out, epilogue, grouped, False, factors)
         rounding = candidates(Product(128, out.shape[1], 4096, 0, 0, False, gated, True))[0]
         assert isinstance(rounding, linear_table.Tiles)
-        factors = scales, torch.zeros(128, 1), 1
-        cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, factors)
+        of_rows = scales, torch.zeros(128, 1), 1
+        cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, of_rows)
 
 
 def draws() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops import norm as reference
+from octavo.ops import quantized
+from octavo.ops.cpu import row_ops
 from octavo.ops.cuda.norm import norm
+from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.norm import Affine
+from octavo.ops.quantized import Rounding
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-5
@@ -113,6 +121,52 @@ def plain(x: Tensor, affine: Affine, is_rms: bool) -> Tensor:
     if is_rms:
         return F.rms_norm(x, x.shape[-1:], affine.weight, EPS)
     return F.layer_norm(x, x.shape[-1:], affine.weight, affine.bias, EPS)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("is_rms", [True, False])
+@pytest.mark.parametrize("num_parts", [0, 1, 3])  # 0: without a residual
+def test_a_rounded_result_is_the_result_rounded(
+    device: torch.device, rounding: Rounding, is_rms: bool, num_parts: int
+) -> None:
+    """To the last bit, whatever rounds it, and in rows that are not finite, too."""
+    for size in (112, 640, 4096):
+        weight, bias = torch.randn(2, size, device=device).bfloat16()
+        affine = Affine(weight, None if is_rms else bias)
+        x, residual = torch.randn(2, 7, size, device=device).bfloat16()
+        x[2, 100], x[3, 5], x[4] = torch.nan, torch.inf, 0
+        if num_parts > 1:
+            x = x + torch.randn(num_parts, 7, size, device=device)
+        given = [residual.clone() if num_parts else None for _ in range(2)]
+        values, scales = norm(x, affine, EPS, given[0], is_rms, rounding=rounding)
+        [result] = norm(x, affine, EPS, given[1], is_rms)
+        wanted = round_inputs(result, rounding)
+        same = {"rtol": 0, "atol": 0, "equal_nan": True}
+        torch.testing.assert_close(values.float(), wanted.values.float(), **same)
+        used = (slice(None), slice(0, 7 if rounding is Rounding.GROUPS else 1))
+        torch.testing.assert_close(scales[used], wanted.scales[used], **same)
+        if num_parts:
+            torch.testing.assert_close(*given, **same)
+        plain_values, plain_scales = quantized.round_inputs(result, rounding)
+        assert plain_scales.shape == scales[used].shape
+        torch.testing.assert_close(plain_scales, scales[used], rtol=1e-6, atol=0, equal_nan=True)
+        if device.type == "cuda":  # the interpreter rounds 126 to 64
+            torch.testing.assert_close(
+                plain_values.float(), values.float(), rtol=0.13, atol=2**-9, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("computed", [reference.norm, row_ops.norm])
+def test_norms_on_a_cpu_round_their_results(
+    computed: Callable[..., Any], rounding: Rounding
+) -> None:
+    x, residual, weight = *torch.randn(2, 3, 640), torch.randn(640)
+    [result] = computed(x, Affine(weight), EPS, residual.clone(), True)
+    rounded = computed(x, Affine(weight), EPS, residual.clone(), True, rounding=rounding)
+    for part, wanted in zip(rounded, quantized.round_inputs(result, rounding), strict=True):
+        assert torch.equal(part.float(), wanted.float())
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -11,15 +11,18 @@ from gluon_emulator import Descriptor, Emulated, run
 from test_quantized_forms import FORMS
 from torch import Tensor
 
-from octavo.ops.cuda import (
-    linear,
-    linear_hopper,
-    linear_quantized,
-    stored_weights,
-)
+from octavo.layers import linear as layers_linear
+from octavo.layers import norm as layers_norm
+from octavo.layers.base import WeightSlot
+from octavo.layers.config import MLPConfig, NormConfig
+from octavo.layers.linear import QuantizedLinear
+from octavo.layers.mlp import DenseMLP
+from octavo.layers.norm import RMSNorm
+from octavo.ops.cuda import linear, linear_hopper, linear_quantized, stored_weights
+from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
-from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     Product,
     Tiles,
@@ -28,7 +31,7 @@ from octavo.ops.cuda.quantized_tiles import (
 )
 from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding, ScaledFloat8
 from octavo.ops.tuning import Tunable
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -87,7 +90,7 @@ def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:
     x = inputs(4, 300, torch.bfloat16, device)
     x[1] *= 1000
     x[2, 7], x[3, 5] = torch.nan, torch.inf
-    rounded, scales = quantize_rows(x)
+    rounded, scales = round_inputs(x, Rounding.TOKENS)
     values = rounded.float() * scales
     wanted = x[:2].float()
     assert torch.allclose(scales[:2], wanted.abs().amax(dim=1, keepdim=True) / 448)
@@ -122,6 +125,26 @@ def test_any_number_of_tokens(
     if epilogue == Epilogue.NONE:
         parts = kernel.apply_partial(x, bias)
         assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("block", [(1, 1168), (512, 1168), (128, 128), (64, 256)])
+def test_one_token_times_float8_takes_no_tensor_cores(
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    block: tuple[int, int],
+    epilogue: Epilogue,
+) -> None:
+    monkeypatch.delattr(linear_quantized, "launch")
+    sizes = torch.logspace(-2, 0, 256, device=hopper)
+    dense = torch.randn(256, 1168, device=hopper) * sizes[:, None] * 1168**-0.5
+    form = ScaledFloat8.quantize(dense, block)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x, bias = inputs(1, 1168, torch.bfloat16, hopper), dense[:, 0].bfloat16()
+    y = x.float() @ form.dequantize().t() + bias.float()
+    assert relative(kernel.apply(x, bias, epilogue), apply_epilogue(y, epilogue)) < TOLERANCE
+    assert relative(kernel.apply_partial(x, bias), y) < TOLERANCE
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -256,7 +279,7 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("num_tokens", [65, 150, 700])
+@pytest.mark.parametrize("num_tokens", [40, 65, 150, 700])
 def test_inputs_are_rounded_if_the_model_was_made_for_it(
     hopper: torch.device, num_tokens: int, epilogue: Epilogue
 ) -> None:
@@ -267,11 +290,85 @@ def test_inputs_are_rounded_if_the_model_was_made_for_it(
     kernel = make_kernel(form, torch.bfloat16)
     assert kernel is not None
     x, bias = inputs(num_tokens, 512, torch.bfloat16, hopper), dense[:, 0].bfloat16()
-    rounded, scales = quantize_rows(x)
+    rounded, scales = round_inputs(x, Rounding.TOKENS)
     y = (rounded.float() * scales) @ form.dequantize().t() + bias.float()
     assert relative(kernel.apply(x, bias, epilogue), apply_epilogue(y, epilogue)) < TOLERANCE
     parts = kernel.apply_partial(x, bias)
     assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("num_tokens", [40, 100, 700])
+def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
+    hopper: torch.device, num_tokens: int, epilogue: Epilogue
+) -> None:
+    dense = torch.randn(320, 1152, device=hopper)
+    form = ScaledFloat8.quantize(dense, (128, 128), quantizes_inputs=True)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x, bias = inputs(num_tokens, 1152, torch.bfloat16, hopper), dense[:, 0].bfloat16()
+    x[:, :128] *= 1000  # which would leave others no bits if a token had one scale
+    rounded, padded = round_inputs(x, Rounding.GROUPS)
+    scales = padded[:, :num_tokens].t()
+    groups = x.float().view(num_tokens, -1, 128)
+    assert torch.allclose(scales, groups.abs().amax(dim=-1) / 448)
+    values = rounded.float().view(groups.shape) * scales.unsqueeze(-1)
+    if hopper.type == "cuda":  # the interpreter rounds 126 to 64
+        assert (values - groups).norm() < 0.04 * groups.norm()
+    y = values.flatten(1) @ form.dequantize().t() + bias.float()
+    assert relative(kernel.apply(x, bias, epilogue), apply_epilogue(y, epilogue)) < TOLERANCE
+    parts = kernel.apply_partial(x, bias)
+    assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
+    x[3, 200] = torch.inf
+    spoiled = kernel.apply(x, bias, epilogue)
+    assert spoiled[3].isnan().all()
+    assert spoiled.isnan().any(dim=1).sum() == 1
+
+
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+def test_a_norm_rounds_for_projections_that_would_round_its_result(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, rounding: Rounding
+) -> None:
+    monkeypatch.setattr(layers_linear, "make_quantized_kernel", make_kernel)
+    monkeypatch.setattr(layers_norm, "_norm_on", lambda x: cuda_norm.norm)
+    sizes: list[int] = []
+
+    def noted(x: Tensor, rounding: Rounding) -> RoundedInputs:
+        sizes.append(x.shape[1])
+        return round_inputs(x, rounding)
+
+    monkeypatch.setattr(linear_quantized, "round_inputs", noted)
+    config = MLPConfig(
+        kind="gated",
+        hidden_size=256,
+        intermediate_size=384,
+        activation="silu",
+        linear_method="quantized",
+    )
+    mlp = DenseMLP(config)
+    for projection in (mlp.up, mlp.down):
+        assert isinstance(projection, QuantizedLinear)
+        for slot in projection.places():
+            assert isinstance(slot, WeightSlot)
+            num_rows, size = slot.shape
+            dense = inputs(num_rows, size, torch.bfloat16, hopper) * size**-0.5
+            block = (1, size) if rounding is Rounding.TOKENS else (128, 128)
+            form = ScaledFloat8.quantize(dense, block, quantizes_inputs=True)
+            slot.put(form, torch.bfloat16)
+        projection.finalize()
+    norm = RMSNorm(NormConfig("rms", 256, 1e-5))
+    scale = inputs(1, 256, torch.bfloat16, hopper)[0]
+    norm.weight = torch.nn.Parameter(scale, requires_grad=False)
+    for num_tokens, sizes_in_mlp in ((20, []), (40, [384])):
+        assert mlp.rounding(num_tokens) is (rounding if sizes_in_mlp else Rounding.NONE)
+        x, residual = inputs(2 * num_tokens, 256, torch.bfloat16, hopper).view(2, -1, 256)
+        normed, total = norm.forward(x, residual.clone())
+        wanted = mlp.forward(normed)
+        sizes.clear()
+        given, same_total = norm.forward_for(mlp, x, residual.clone())
+        assert torch.equal(mlp.forward(given), wanted)
+        assert torch.equal(total, same_total)
+        assert sizes == sizes_in_mlp
 
 
 def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:

@@ -15,6 +15,7 @@ from octavo.layers.linear import make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
 from octavo.ops.communicator import Communicator
+from octavo.ops.quantized import LinearInput, Rounding
 from octavo.parallel import Shard
 
 
@@ -132,13 +133,18 @@ class Attention(nn.Module):
         else:
             self._own_norms = norms
 
-    def forward(self, hidden: Tensor, backend: AttentionBackend) -> Tensor:
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
+        return self.qkv.rounding(num_tokens)
+
+    def forward(self, hidden: LinearInput, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
 
         The backend normalises heads and rotates query and key, and writes K and V to the cache.
         """
         spec = self.spec
-        heads = self.qkv.forward(hidden).view(hidden.shape[0], -1, spec.head_dim)
+        projected = self.qkv.project(hidden)
+        heads = projected.view(len(projected), -1, spec.head_dim)
         num_kv_heads = spec.num_kv_heads
         query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)
         if self._own_norms is not None:
@@ -187,10 +193,15 @@ class CrossAttention(nn.Module):
         self.key_value = make_linear(config.key_value)
         self.output = make_linear(config.output)
 
-    def forward(self, hidden: Tensor, backend: AttentionBackend) -> Tensor:
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
+        return self.query.rounding(num_tokens)
+
+    def forward(self, hidden: LinearInput, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads]."""
         spec = self.spec
-        query = self.query.forward(hidden).view(len(hidden), -1, spec.head_dim)
+        projected = self.query.project(hidden)
+        query = projected.view(len(projected), -1, spec.head_dim)
         return backend.attend_encoded(spec.layer_id, query)
 
     def write(self, encoded: Tensor, backend: AttentionBackend) -> None:

@@ -34,8 +34,10 @@ from octavo.ops.experts import (
 from octavo.ops.quantized import (
     FormError,
     GroupedInt,
+    LinearInput,
     MxFloat4,
     QuantizedWeight,
+    Rounding,
     ScaledFloat8,
 )
 from octavo.registry import EXPERTS_METHODS
@@ -392,8 +394,13 @@ class MixtureOfExperts(nn.Module):
             make_linear(LinearConfig(config.hidden_size, (1,))) if config.shared_gate else None
         )
 
-    def forward(self, hidden: Tensor) -> Branches:
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding: the router reads inputs as they are."""
+        return Rounding.NONE
+
+    def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
+        assert isinstance(hidden, Tensor)
         result = self.experts.forward_partial(hidden, self.router.forward(hidden))
         if self.shared is None:
             return result

@@ -19,11 +19,18 @@ from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import (
     LinearKernel,
+    RoundingKernel,
     make_linear_kernel,
     make_quantized_kernel,
     make_rounding_kernel,
 )
-from octavo.ops.quantized import FormError, QuantizedWeight
+from octavo.ops.quantized import (
+    FormError,
+    LinearInput,
+    QuantizedWeight,
+    RoundedInputs,
+    Rounding,
+)
 from octavo.registry import LINEAR_METHODS
 
 logger = logging.getLogger(__name__)
@@ -46,6 +53,23 @@ class LinearMethod(WeightOwner):
         Called after `finalize`.
         """
         raise NotImplementedError
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """How inputs of so many tokens are rounded before they are multiplied.
+
+        What computes them may round them so, and pass `forward_rounded` the result.
+        """
+        return Rounding.NONE
+
+    def forward_rounded(self, x: RoundedInputs, epilogue: Epilogue) -> Tensor:
+        """As `forward`, of inputs that are rounded in the way that `rounding` says."""
+        raise NotImplementedError
+
+    def project(self, x: LinearInput, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
+        """`forward`, or `forward_rounded` of what is rounded already."""
+        if isinstance(x, RoundedInputs):
+            return self.forward_rounded(x, epilogue)
+        return self.forward(x, epilogue)
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """y, or float32 partial sums [num_splits, num_tokens, out_features], on GPUs.
@@ -147,6 +171,7 @@ class QuantizedLinear(Projection):
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
         self._slots = [WeightSlot(size, config.in_features) for size in config.out_sizes]
+        self._rounding_kernel: RoundingKernel | None = None
 
     def places(self) -> Sequence[Tensor | WeightSlot]:
         """See Projection.places."""
@@ -160,8 +185,19 @@ class QuantizedLinear(Projection):
             dense = [slot.dense() for slot in self._slots]
             kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))
         self._kernel = kernel
+        self._rounding_kernel = kernel if isinstance(kernel, RoundingKernel) else None
         for slot in self._slots:
             slot.clear()
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
+        kernel = self._rounding_kernel
+        return Rounding.NONE if kernel is None else kernel.rounding(num_tokens)
+
+    def forward_rounded(self, x: RoundedInputs, epilogue: Epilogue) -> Tensor:
+        """See LinearMethod.forward_rounded."""
+        assert self._rounding_kernel is not None
+        return self._rounding_kernel.apply_rounded(x, self.bias, epilogue)
 
 
 def joined_form(slots: Sequence[WeightSlot]) -> QuantizedWeight | None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from octavo.layers.config import Activation, MLPConfig
 from octavo.layers.linear import make_linear
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.quantized import LinearInput, Rounding
 
 PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
     "relu": Epilogue.RELU,
@@ -31,6 +32,10 @@ class DenseMLP(nn.Module):
         self.epilogue = epilogues[config.activation]
         self.down = make_linear(config.down)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
+        return self.up.rounding(num_tokens)
+
+    def forward(self, hidden: LinearInput) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""
-        return self.down.forward_partial(self.up.forward(hidden, self.epilogue))
+        return self.down.forward_partial(self.up.project(hidden, self.epilogue))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,20 @@ from octavo.layers.config import NormConfig
 from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
 from octavo.ops.norm import Affine
+from octavo.ops.quantized import LinearInput, RoundedInputs, Rounding
 from octavo.parallel import Shard
 
 # What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
 # a GPU each may be partial sums [num_splits, num_tokens, size] that are added up
 # (LinearMethod.forward_partial).
 Branches = Tensor | tuple[Tensor, Tensor]
+
+
+class InputReader(Protocol):
+    """What a norm's result is for."""
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
 
 
 class Norm(WeightOwner):
@@ -77,6 +85,17 @@ class Norm(WeightOwner):
         results, residual = self._normalise(hidden, residual)
         return results[0], residual
 
+    def forward_for(
+        self, reader: InputReader, hidden: Branches, residual: Tensor | None = None
+    ) -> tuple[LinearInput, Tensor]:
+        """As `forward`, with the result rounded as `reader` takes it."""
+        first = hidden[0] if isinstance(hidden, tuple) else hidden
+        rounding = reader.rounding(first.shape[-2])
+        if rounding is Rounding.NONE:
+            return self.forward(hidden, residual)
+        (values, scales), residual = self._normalise(hidden, residual, rounding=rounding)
+        return RoundedInputs(values, scales), residual
+
     def forward_twice(
         self, hidden: Branches, residual: Tensor | None, twin: Norm
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +117,11 @@ class Norm(WeightOwner):
         return residual
 
     def _normalise(
-        self, hidden: Branches, residual: Tensor | None, twin: Affine | None = None
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        twin: Affine | None = None,
+        rounding: Rounding = Rounding.NONE,
     ) -> tuple[list[Tensor], Tensor]:
         first, second = hidden if isinstance(hidden, tuple) else (hidden, None)
         branch = None
@@ -116,6 +139,7 @@ class Norm(WeightOwner):
             branch=branch,
             twin=twin,
             reduction=self.reduction,
+            rounding=rounding,
         )
         return results, first if residual is None else residual
 

@@ -124,14 +124,14 @@ class PreNormLayer(DecoderLayer):
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
-        hidden, residual = self.attention_norm.forward(hidden, residual)
-        attended = self.attention.forward(hidden, backend)
+        normed, residual = self.attention_norm.forward_for(self.attention, hidden, residual)
+        attended = self.attention.forward(normed, backend)
         attended, residual = self._read_encoder(attended, residual, backend)
         if indices is not None:
             attended, residual = attended[indices], residual[indices]
-        hidden = self.last_attention.output.forward_partial(attended)
-        hidden, residual = self.mlp_norm.forward(hidden, residual)
-        return self.mlp.forward(hidden), residual
+        branch = self.last_attention.output.forward_partial(attended)
+        normed, residual = self.mlp_norm.forward_for(self.mlp, branch, residual)
+        return self.mlp.forward(normed), residual
 
 
 class AroundNormLayer(PreNormLayer):
@@ -285,8 +285,8 @@ class PreNormCrossLayer(CrossLayer, PreNormLayer):
         self, attended: Tensor, residual: Tensor, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
         branch = self.attention.output.forward_partial(attended)
-        hidden, residual = self.cross_norm.forward(branch, residual)
-        return self.cross_attention.forward(hidden, backend), residual
+        normed, residual = self.cross_norm.forward_for(self.cross_attention, branch, residual)
+        return self.cross_attention.forward(normed, backend), residual
 
 
 class PostNormCrossLayer(CrossLayer, PostNormLayer):

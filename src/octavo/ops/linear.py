@@ -16,7 +16,7 @@ On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.ops.cpu import int8, onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.quantized import QuantizedWeight, RoundedInputs, Rounding
 
 
 class LinearKernel(Protocol):
@@ -41,6 +41,17 @@ class LinearKernel(Protocol):
 
         For a norm that follows and adds them up.
         """
+
+
+@runtime_checkable
+class RoundingKernel(LinearKernel, Protocol):
+    """Rounds inputs to e4m3, or takes those that what computes them has rounded."""
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """How inputs of so many tokens are rounded."""
+
+    def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """As `apply`, of inputs that are rounded in the way that `rounding` says."""
 
 
 class TorchLinear:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.communicator import Reduction
+from octavo.ops.quantized import Rounding, round_inputs
 
 
 class Affine(NamedTuple):
@@ -31,6 +32,7 @@ def norm(
     branch: Affine | None = None,
     twin: Affine | None = None,
     reduction: Reduction | None = None,
+    rounding: Rounding = Rounding.NONE,
 ) -> list[Tensor]:
     """Add to the residual stream, and normalise the sum.
 
@@ -46,9 +48,12 @@ def norm(
         twin: another scale and shift, for a second result.
         reduction: x + second is this rank's part of a sum over all ranks, which is computed first.
             Needs a residual, which all ranks have alike.
+        rounding: of the result, for a projection that rounds its inputs; not with `twin`.
 
     Returns:
-        The results for `affine` and `twin`, as far as they are given, dense, shaped like x.
+        The results for `affine` and `twin`, as far as they are given, dense, shaped like x. A
+        rounded result is two tensors, those of RoundedInputs: exactly what rounding the result in
+        x's dtype gives.
     """
     if reduction is not None:
         x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
@@ -57,7 +62,8 @@ def norm(
     elif branch is not None:
         x = _norm(x, branch, eps, is_rms)
     total = x if residual is None else residual.add_(x)
-    return [_norm(total, each, eps, is_rms) for each in (affine, twin) if each is not None]
+    results = [_norm(total, each, eps, is_rms) for each in (affine, twin) if each is not None]
+    return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)]
 
 
 def _norm(x: Tensor, affine: Affine, eps: float, is_rms: bool) -> Tensor:

@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +30,47 @@ from torch import Tensor
 FLOAT8_MAX = 448.0  # of e4m3
 MX_BLOCK = 32  # inputs that share an exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
+
+
+class Rounding(IntEnum):
+    """How inputs of a product are rounded to e4m3; kernels take it as a compile-time constant.
+
+    The largest value that shares a scale becomes FLOAT8_MAX. Where one is not finite, the scale is
+    NaN.
+    """
+
+    NONE = 0  # they are not
+    TOKENS = 1  # a scale for each token
+    GROUPS = 2  # a scale for each ROUNDED_GROUP inputs of a token
+
+
+ROUNDED_GROUP = 128
+
+
+class RoundedInputs(NamedTuple):
+    """Inputs in place of which a projection takes `values` times `scales`."""
+
+    values: Tensor  # e4m3 [num_tokens, in_features], dense
+    # float32: of tokens [num_tokens, 1]; of groups [num_groups, at least num_tokens], where those
+    # behind the last token are of no meaning
+    scales: Tensor
+
+
+LinearInput = Tensor | RoundedInputs
+
+
+def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
+    """Round x [num_tokens, in_features], in plain torch."""
+    size = x.shape[-1]
+    group = size if rounding is Rounding.TOKENS else ROUNDED_GROUP
+    padded = torch.nn.functional.pad(x.float(), (0, -size % group))
+    grouped = padded.view(len(x), -1, group)
+    top = grouped.abs().amax(dim=-1)
+    scales = (top.clamp(min=1e-12) / FLOAT8_MAX).where(top.isfinite(), torch.nan)
+    values = (grouped / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1)[:, :size]
+    return RoundedInputs(
+        values.contiguous(), scales if rounding is Rounding.TOKENS else scales.t().contiguous()
+    )
 
 
 class FormError(ValueError):

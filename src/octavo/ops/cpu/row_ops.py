@@ -24,6 +24,7 @@ from octavo.ops.communicator import Reduction
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import Affine
+from octavo.ops.quantized import Rounding, round_inputs
 
 CHUNK = 16384  # elements that a thread takes at once
 WORTH_SHARING = 4 * CHUNK  # elements; below this, waking a thread costs more than it saves
@@ -41,6 +42,7 @@ def norm(
     branch: Affine | None = None,
     twin: Affine | None = None,
     reduction: Reduction | None = None,
+    rounding: Rounding = Rounding.NONE,
 ) -> list[Tensor]:
     """See ops/norm.py. Computed in float32 and rounded once; tokens of x may be strided."""
     if reduction is not None:
@@ -52,7 +54,10 @@ def norm(
     if weight is not None and not is_torchs and is_dense and _is_plain(x):
         kernel = _norm_kernel(x.dtype, weight.dtype, is_rms)
     if kernel is None:
-        return norms.norm(x, affine, eps, residual, is_rms, second=second, branch=branch, twin=twin)
+        results = norms.norm(
+            x, affine, eps, residual, is_rms, second=second, branch=branch, twin=twin
+        )
+        return _rounded(results, rounding)
     results = []
     scale = shift = output = twin_scale = twin_shift = twin_output = 0  # addresses
     if affine is not None:
@@ -69,7 +74,11 @@ def norm(
         _bits(eps), tokens, heads, size, x.stride(0), max(1, CHUNK // size),
     )  # fmt: skip
     _run(kernel, args, tokens * heads * size)
-    return results
+    return _rounded(results, rounding)
+
+
+def _rounded(results: list[Tensor], rounding: Rounding) -> list[Tensor]:
+    return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

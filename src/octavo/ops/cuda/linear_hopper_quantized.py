@@ -6,6 +6,10 @@ operand, and dequantize it there to x's dtype. Values are exact in 16 bits; scal
 float32 sums of a block of 128 inputs, or, if tokens are many and registers few, the weights
 (SCALE). A scale per output multiplies the result. A gate's two halves are one tile.
 
+Where inputs are float8, too, with a scale for each token and block of 128 inputs, tensor cores take
+both operands from shared memory as they are, and the sums of a block are scaled when they are added
+up.
+
 With up to 16 tokens each warp multiplies for itself (mma): many small programs hide how long each
 of them waits. With more, the warps of a group multiply together (wgmma), while they dequantize the
 next tile.
@@ -245,10 +249,50 @@ def _stage(source, target, places, first, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _add_blocks(
+    buffers,
+    factors,
+    first_group,
+    x_scales,
+    first,
+    count,
+    GROUP_BLOCKS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The sums, of float8 inputs."""
+    x_tiles, tiles, ready, free = buffers
+    source, stride, token = x_scales
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    BM: gl.constexpr = x_tiles.shape[1]
+    tokens = token + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+    sources = source + first * stride + tokens
+    nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
+    acc = nothing
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scale = gl.load(sources)
+    for i in range(count):
+        stage = i % STAGES
+        group = (first + i) // GROUP_BLOCKS - first_group
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        xs = x_tiles.index(stage).permute((1, 0))
+        part = warpgroup_mma(tiles.index(stage), xs, nothing, use_acc=False, is_async=True)
+        next_scale = gl.load(sources + gl.minimum(i + 1, count - 1) * stride)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(free.index(stage), count=1)
+        acc = _add(acc, part * scale[None, :], factors[2], group, _SCALE_SUMS, LAYOUT)
+        scale = next_scale
+    return acc
+
+
+@gluon.jit
 def _consume(
     buffers,
     factors,
     places,
+    x_scales,
     first,
     count,
     FORMAT: gl.constexpr,
@@ -259,6 +303,7 @@ def _consume(
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
     BY_WARP: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     x_tiles, tiles, ready, free = buffers
     scales, zeros, staged, staged_zeros = factors
@@ -280,7 +325,11 @@ def _consume(
     HOW: gl.constexpr = (FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT, K_WIDTH)
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
-    if BY_WARP:
+    if gl.float8e4nv == DTYPE:
+        acc = _add_blocks(
+            buffers, factors, first_group, x_scales, first, count, GROUP_BLOCKS, LAYOUT, PDL
+        )
+    elif BY_WARP:
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=K_WIDTH)
         for i in range(count):
             stage = i % STAGES
@@ -332,6 +381,7 @@ def _halves(acc):
 def quantized_linear_kernel(
     x,
     weight,
+    x_scales,
     scales,
     zeros,
     bias,
@@ -343,6 +393,7 @@ def quantized_linear_kernel(
     num_blocks,
     num_splits,
     num_groups,
+    x_stride,
     stride_row,
     stride_group,
     block_rows,
@@ -365,8 +416,10 @@ def quantized_linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
-        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, and of W as it is stored,
-            float8 [num_rows or 2 * num_rows, in_features] or words as of pack_integers.
+        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, or float8 if W is, with
+            scales for blocks; and of W as it is stored, float8 [num_rows or 2 * num_rows,
+            in_features] or words as of pack_integers.
+        x_scales: of float8 x, float32 [blocks, x_stride], for whole tiles of tokens.
         scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
         zeros: minus half of the integers' range, at the same places.
         out: with PARTIAL float32 [num_splits, num_tokens, num_rows].
@@ -391,7 +444,9 @@ def quantized_linear_kernel(
         )
         if BY_WARP
         else gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BM, 16]
+            version=[3, 0],
+            warps_per_cta=[gl.num_warps(), 1],
+            instr_shape=[16, BM, 32 if gl.float8e4nv == x.dtype else 16],
         )
     )
     token = gl.program_id(0) * BM
@@ -437,6 +492,7 @@ def quantized_linear_kernel(
                     (x_tiles, stacked, ready, free),
                     factors,
                     places,
+                    (x_scales, x_stride, token),
                     first,
                     count,
                     FORMAT,
@@ -447,6 +503,7 @@ def quantized_linear_kernel(
                     LAYOUT,
                     GATED,
                     BY_WARP,
+                    PDL,
                 ),
             ),
             (

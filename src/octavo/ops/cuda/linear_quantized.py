@@ -2,8 +2,9 @@
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
 linear_hopper_persistent.py). A model that was made for it has its inputs rounded to FP8, too, if
-they are more than a few. Otherwise W is dequantized into a workspace first, and computed with as
-any other weight: that costs as much as writing it, and the product with many tokens costs more.
+they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
+have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
+other weight: that costs as much as writing it, and the product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
+from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -42,7 +44,7 @@ from octavo.ops.cuda.linear_hopper_quantized import (
 )
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
     SIZES,
@@ -52,9 +54,9 @@ from octavo.ops.cuda.quantized_tiles import (
     candidates,
     steps_per_program,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.quantized import GroupedInt, QuantizedWeight
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
 from octavo.ops.tuning import Answers, Question
 
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
@@ -72,8 +74,12 @@ def launch(
     epilogue: Epilogue,
     tiles: Tiles,
     is_partial: bool,
+    x_scales: Tensor | None = None,
 ) -> None:
-    """Run linear_hopper_quantized's kernel, or linear_hopper_persistent's."""
+    """Run linear_hopper_quantized's kernel, or linear_hopper_persistent's.
+
+    x_scales: of x in float8, with Rounding.GROUPS; for the former.
+    """
     if tiles.x_stages:
         _launch_persistent(x, stored, bias, out, epilogue, tiles)
         return
@@ -86,12 +92,14 @@ def launch(
     if stored.group:
         scales_weights = tiles.scales_weights or stored.group < BLOCK
         scale = SCALE_WEIGHTS if scales_weights else SCALE_SUMS
+    assert x_scales is None or (scale == SCALE_SUMS and stored.format == FLOAT8)
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
     width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
         _descriptor(x, tiles.tokens, BLOCK),
         _descriptor(stored.weight, rows, width),
+        x_scales,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,
@@ -103,6 +111,7 @@ def launch(
         num_blocks,
         tiles.splits,
         stored.num_groups,
+        0 if x_scales is None else x_scales.stride(0),
         stored.stride_row,
         stored.stride_group,
         stored.block_rows,
@@ -208,20 +217,41 @@ class QuantizedCudaLinear:
         self._choices: dict[tuple[int, bool], Choice] = {}  # by places in SIZES, and as of _uses
         # What torch's product of FP8 with FP8 takes.
         is_served = dtype == torch.bfloat16 and all(each % 16 == 0 for each in stored.shape)
-        self._rounds_inputs = stored.quantizes_inputs and stored.group == 0 and is_served
-        self._row_scales = stored.row_scales if self._rounds_inputs else stored.scales
+        self._rounding = Rounding.NONE
+        if stored.quantizes_inputs and stored.group:
+            self._rounding = Rounding.GROUPS
+        elif stored.quantizes_inputs and is_served:
+            self._rounding = Rounding.TOKENS
+        self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
+        self._scales: Scales | None = None  # if a GEMV takes one token
+        has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
+        if stored.format == FLOAT8 and (stored.group == 0 or has_even_blocks):
+            self._scales = Scales(stored.scales, stored.block_rows, stored.group)
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
         return self._apply(self._aligned(x), bias, epilogue)
 
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See RoundingKernel.rounding."""
+        return self._rounding if num_tokens > MAX_EXACT_TOKENS else Rounding.NONE
+
+    def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See RoundingKernel.apply_rounded."""
+        choice = self._choose(len(x.values), epilogue)
+        return self._multiply_rounded(x, bias, epilogue, choice, is_partial=False)
+
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
+        if num_tokens == 1 and self._scales is not None:
+            return self._apply_one(x, bias, Epilogue.NONE, self._scales)
         choice = self._choose(num_tokens, Epilogue.NONE)
-        if self._rounds(num_tokens):
-            return self._apply_rounded(x, bias, Epilogue.NONE, choice, is_partial=True)
+        rounding = self.rounding(num_tokens)
+        if rounding is not Rounding.NONE:
+            rounded = round_inputs(x, rounding)
+            return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
         if not isinstance(choice, Tiles):
             return linear_partial(x, self._dense(x.dtype), bias)
         if choice.splits == 1:
@@ -239,7 +269,8 @@ class QuantizedCudaLinear:
             for tokens, before in zip(SIZES, (0, *SIZES), strict=False):
                 if before >= max_tokens:
                     break
-                product = Product.of(tokens, self._stored, is_gated, self._rounds(tokens))
+                rounds = self.rounding(tokens) is not Rounding.NONE
+                product = Product.of(tokens, self._stored, is_gated, rounds)
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
@@ -264,22 +295,33 @@ class QuantizedCudaLinear:
         kernel = copy(self)
         kernel._stored = copies.weight(i)
         if product.rounds_inputs:
-            rounded = copies.rounded(product.tokens, self._dtype)
-            return kernel._multiply_rounded(x, *rounded, None, epilogue, choice, False)
+            rounded = copies.rounded(product.tokens, self._dtype, self._rounding)
+            return kernel._multiply_rounded(rounded, None, epilogue, choice, False)
         return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        if len(x) == 1 and self._scales is not None:
+            return self._apply_one(x, bias, epilogue, self._scales)
+        rounding = self.rounding(len(x))
+        if rounding is not Rounding.NONE:
+            return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
-        if self._rounds(len(x)):
-            return self._apply_rounded(x, bias, epilogue, choice, is_partial=False)
         return self._multiply(x, bias, epilogue, choice)
+
+    def _apply_one(
+        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, scales: Scales
+    ) -> Tensor:
+        weight = self._stored.weight
+        out = x.new_empty((1, len(weight) // 2 if epilogue.is_gated else len(weight)))
+        linear_one(x, weight, bias, out, epilogue, scales=scales)
+        return out
 
     def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
         place = bisect_left(SIZES, num_tokens), epilogue.is_gated
         choice = self._choices.get(place)
         if choice is None:
             self._uses.setdefault(epilogue.is_gated, epilogue)
-            rounds = self._rounds(num_tokens)
+            rounds = self.rounding(num_tokens) is not Rounding.NONE
             product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounds)
             if product is None:
                 choice = LIBRARY
@@ -299,9 +341,6 @@ class QuantizedCudaLinear:
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
         return out
 
-    def _rounds(self, num_tokens: int) -> bool:
-        return self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS
-
     def _dense(self, dtype: torch.dtype) -> Tensor:
         """W, until another weight is dequantized."""
         num_rows, size = self._stored.shape
@@ -309,30 +348,23 @@ class QuantizedCudaLinear:
         dequantize(self._stored, dense.view(num_rows, size))
         return dense.view(num_rows, size)
 
-    def _apply_rounded(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        epilogue: Epilogue,
-        choice: Choice,
-        is_partial: bool,
-    ) -> Tensor:
-        """With inputs in FP8, too; is_partial: the caller takes partial sums."""
-        return self._multiply_rounded(x, *quantize_rows(x), bias, epilogue, choice, is_partial)
-
     def _multiply_rounded(
         self,
-        x: Tensor,
-        rounded: Tensor,
-        scales: Tensor,
+        x: RoundedInputs,
         bias: Tensor | None,
         epilogue: Epilogue,
         choice: Choice,
         is_partial: bool,
     ) -> Tensor:
-        """As `_apply_rounded`, of x that is rounded already."""
-        stored, num_tokens = self._stored, len(x)
+        """is_partial: the caller takes partial sums."""
+        (rounded, scales), stored = x, self._stored
+        num_tokens = len(rounded)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        if isinstance(choice, Tiles):
+            is_partial = is_partial and choice.splits > 1
+            out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
+            launch(rounded, stored, bias, out, epilogue, choice, is_partial, scales)
+            return out
         if not isinstance(choice, DenseTiles):
             y = torch._scaled_mm(
                 rounded,
@@ -340,18 +372,22 @@ class QuantizedCudaLinear:
                 scale_a=scales,
                 scale_b=self._row_scales,
                 bias=bias,
-                out_dtype=x.dtype,
+                out_dtype=self._dtype,
                 use_fast_accum=True,
             )
             return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
         is_partial = is_partial and choice.splits > 1
-        if is_partial:
-            out = x.new_empty((choice.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
-        else:
-            out = x.new_empty((num_tokens, num_rows))
+        out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
         factors = scales, stored.scales, stored.block_rows
         launch_dense(rounded, stored.weight, bias, out, epilogue, choice, is_partial, factors)
         return out
+
+    def _output(self, num_tokens: int, num_rows: int, splits: int) -> Tensor:
+        """Of a product; splits: of partial sums, if they are asked for."""
+        device = self._stored.weight.device
+        if splits:
+            return torch.empty((splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE, device=device)
+        return torch.empty((num_tokens, num_rows), dtype=self._dtype, device=device)
 
     def _aligned(self, x: Tensor) -> Tensor:
         """The inputs in the order of W's columns, where TMA can fetch them."""
@@ -370,7 +406,7 @@ class Copies:
         self.count = int(_MEASURED_BYTES // stored.weight.nbytes) + 2
         self._weights = {0: stored}
         self._inputs: dict[int, Tensor] = {}
-        self._rounded: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rounded: dict[int, RoundedInputs] = {}
 
     def weight(self, i: int) -> StoredWeight:
         """The i-th; the first one is the weight itself."""
@@ -385,10 +421,10 @@ class Copies:
             self._inputs[num_tokens] = torch.randn(shape, device=device, dtype=dtype)
         return self._inputs[num_tokens]
 
-    def rounded(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same as `quantize_rows` rounds them."""
+    def rounded(self, num_tokens: int, dtype: torch.dtype, rounding: Rounding) -> RoundedInputs:
+        """The same, rounded."""
         if num_tokens not in self._rounded:
-            self._rounded[num_tokens] = quantize_rows(self.inputs(num_tokens, dtype))
+            self._rounded[num_tokens] = round_inputs(self.inputs(num_tokens, dtype), rounding)
         return self._rounded[num_tokens]
 
 

@@ -1,4 +1,4 @@
-"""Rounds activations to FP8 for products of FP8 with FP8."""
+"""Rounds activations to FP8 for products of FP8 with FP8, where no kernel before has done so."""
 
 from __future__ import annotations
 
@@ -9,46 +9,104 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
-from octavo.ops.quantized import FLOAT8_MAX
+from octavo.ops.quantized import FLOAT8_MAX, ROUNDED_GROUP, RoundedInputs, Rounding
 
+TOKENS = 128  # of the largest tiles of products with groups
+_AT_ONCE = 8  # groups of a program
 _MAX = tl.constexpr(FLOAT8_MAX)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [num_tokens, size] -> e4m3 of the same shape, and float32 scales [num_tokens, 1].
+def empty_inputs(
+    num_tokens: int, size: int, rounding: Rounding, device: torch.device
+) -> RoundedInputs:
+    """What a kernel writes. Of groups there are scales for whole tiles of TOKENS, so that the
+    kernels that follow may read them."""
+    values = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=device)
+    shape = num_tokens, 1
+    if rounding is Rounding.GROUPS:
+        shape = triton.cdiv(size, ROUNDED_GROUP), triton.cdiv(num_tokens, TOKENS) * TOKENS
+    return RoundedInputs(values, torch.empty(shape, dtype=torch.float32, device=device))
 
-    The largest value of each row becomes FLOAT8_MAX. A row with a value that is not finite becomes
-    NaN.
-    """
+
+def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
+    """See ops/quantized.py; rows of x [num_tokens, size] may be strided."""
     num_tokens, size = x.shape
-    rounded = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
-    block = power_of_2(size)
-    _quantize_rows_kernel[(num_tokens,)](
-        x,
-        rounded,
-        scales,
-        x.stride(0),
-        size,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **launch_options(x.device),
-    )
-    return rounded, scales
+    values, scales = rounded = empty_inputs(num_tokens, size, rounding, x.device)
+    if rounding is Rounding.GROUPS:
+        num_groups = len(scales)
+        _round_groups_kernel[(num_tokens, triton.cdiv(num_groups, _AT_ONCE))](
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            num_groups,
+            scales.stride(0),
+            GROUP=ROUNDED_GROUP,
+            GROUPS=_AT_ONCE,
+            num_warps=4,
+            **launch_options(x.device),
+        )
+    else:
+        block = power_of_2(size)
+        _round_tokens_kernel[(num_tokens,)](
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
+            **launch_options(x.device),
+        )
+    return rounded
 
 
 @triton.jit
-def _quantize_rows_kernel(x, rounded, scales, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def to_float8(values, axis: tl.constexpr):
+    """float32 values -> what e4m3 is to hold, and its scales along `axis`, which stays."""
+    sizes = tl.abs(values)
+    sizes = tl.where(sizes < float("inf"), sizes, float("inf"))  # of NaN, too
+    top = tl.max(sizes, axis, keep_dims=True)
+    scale = tl.where(top < float("inf"), tl.maximum(top, 1e-12) / _MAX, float("nan"))
+    return values / scale, scale
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _round_groups_kernel(
+    x,
+    rounded,
+    scales,
+    stride,
+    size,
+    num_groups,
+    scale_stride,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = columns < size
+    wait_previous(PDL)
+    values = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    values, scale = to_float8(values.to(tl.float32), 1)
+    places = rounded + row * size + columns
+    tl.store(places, values.to(rounded.dtype.element_ty), mask=inside)
+    targets = scales + groups[:, None].to(tl.int64) * scale_stride + row
+    tl.store(targets, scale, mask=(groups < num_groups)[:, None])
+
+
+@triton.jit
+def _round_tokens_kernel(x, rounded, scales, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     wait_previous(PDL)
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    is_finite = tl.abs(values) < float("inf")  # not so for NaN
-    values = tl.where(is_finite, values, 0.0)
-    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / _MAX
-    values = values / scale
-    scale = tl.where(tl.min(is_finite.to(tl.int32), 0) == 1, scale, float("nan"))
+    values, scale = to_float8(values, 0)
     tl.store(rounded + row * size + columns, values.to(rounded.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale)
+    tl.store(scales + row + tl.arange(0, 1), scale)
