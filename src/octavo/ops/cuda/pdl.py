@@ -10,7 +10,10 @@ The rule, for every kernel that is launched with `launch_options()`:
   2. Before it: no store, no atomic, no load from memory that any kernel writes. Weights, rotary
      tables and other constants may be read or prefetched into the L2 cache. So may what was written
      by kernels before the preceding one, if that one calls `allow_next` after its own
-     `wait_previous`; by loads that pass by the L1 cache.
+     `wait_previous`; by loads that pass by the L1 cache. So may what was written before the step,
+     which begins with the embedding of its tokens: a kernel of torch's, that waits for all before
+     it. Cached keys and values of earlier tokens are such, with the copies of blocks, and what the
+     encoder of a step has written.
   3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
      the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own
