@@ -103,7 +103,7 @@ def test_a_damaged_file_is_measured_anew(
     file.path.write_text(text)
     meter = FakeMeter({"usual": 3.0, "other": 2.0, "third": 2.5})
     assert file.answer(asked(8), meter) == {Key(8): "other"}
-    assert f"{file.path} cannot be read, and is measured anew" in caplog.text
+    assert f"{file.path} cannot be read, and is measured again" in caplog.text
     assert file.answer(asked(8), FakeMeter({})) == {Key(8): "other"}
 
 

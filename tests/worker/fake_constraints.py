@@ -18,7 +18,7 @@ class Rising:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self.is_filling = False  # a mask, in which nobody may disturb it
+        self.is_filling = False  # a mask; until that ends, nothing else may use it
 
     def accept(self, token_ids: Sequence[int]) -> str:
         assert not self.is_filling

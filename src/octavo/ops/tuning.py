@@ -203,7 +203,7 @@ class TuningFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s cannot be read, and is measured anew: %s", self.path, error)
+            logger.warning("%s cannot be read, and is measured again: %s", self.path, error)
             return {}
 
     def _write(self, measured: Answers) -> None:
