@@ -63,6 +63,11 @@ def norm(
         x = _norm(x, branch, eps, is_rms)
     total = x if residual is None else residual.add_(x)
     results = [_norm(total, each, eps, is_rms) for each in (affine, twin) if each is not None]
+    return rounded_results(results, rounding)
+
+
+def rounded_results(results: list[Tensor], rounding: Rounding) -> list[Tensor]:
+    """What `norm` returns where it would return `results` without rounding."""
     return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)]
 
 

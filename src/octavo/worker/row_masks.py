@@ -128,8 +128,12 @@ class _Filling:
             for i in np.flatnonzero(filled.is_accepting).tolist():
                 set_bits(self.words[self.places[i]], self.states[i].spec.end_token_ids)
             for i, reason in filled.errors.items():
-                self.reasons[self.places[i]] = f"the grammar cannot go on: {reason}"
+                self.fail(self.places[i], reason)
         return self.reasons
+
+    def fail(self, place: int, reason: str) -> None:
+        """Note why the grammar of a row has no mask."""
+        self.reasons[place] = f"the grammar cannot go on: {reason}"
 
 
 class RowMasks:
@@ -277,7 +281,7 @@ class RowMasks:
             if state.compiled is not None and (state.constraint is None or num_new > 1):
                 reason = self._catch_up(state, row, token_ids[row.row])
                 if reason:
-                    filling.reasons[place] = f"the grammar cannot go on: {reason}"
+                    filling.fail(place, reason)
                 num_new = num_output - state.num_accepted
             has_ended = num_new and last in state.spec.end_token_ids
             if state.constraint is None or has_ended or num_new > 1:

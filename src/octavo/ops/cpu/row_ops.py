@@ -24,7 +24,7 @@ from octavo.ops.communicator import Reduction
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import Affine
-from octavo.ops.quantized import Rounding, round_inputs
+from octavo.ops.quantized import Rounding
 
 CHUNK = 16384  # elements that a thread takes at once
 WORTH_SHARING = 4 * CHUNK  # elements; below this, waking a thread costs more than it saves
@@ -54,10 +54,13 @@ def norm(
     if weight is not None and not is_torchs and is_dense and _is_plain(x):
         kernel = _norm_kernel(x.dtype, weight.dtype, is_rms)
     if kernel is None:
-        results = norms.norm(
-            x, affine, eps, residual, is_rms, second=second, branch=branch, twin=twin
+        return norms.norm(
+            *(x, affine, eps, residual, is_rms),
+            second=second,
+            branch=branch,
+            twin=twin,
+            rounding=rounding,
         )
-        return _rounded(results, rounding)
     results = []
     scale = shift = output = twin_scale = twin_shift = twin_output = 0  # addresses
     if affine is not None:
@@ -74,11 +77,7 @@ def norm(
         _bits(eps), tokens, heads, size, x.stride(0), max(1, CHUNK // size),
     )  # fmt: skip
     _run(kernel, args, tokens * heads * size)
-    return _rounded(results, rounding)
-
-
-def _rounded(results: list[Tensor], rounding: Rounding) -> list[Tensor]:
-    return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)]
+    return norms.rounded_results(results, rounding)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -187,10 +187,8 @@ def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | N
     halves = 2 if product.is_gated else 1
     num_blocks = triton.cdiv(product.size, BLOCK)
     num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
-    most = _MAX_SPLITS if product.tokens <= 256 else 1  # partial sums of many tokens are large
-    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
     per_split = triton.cdiv(num_blocks, splits)
-    splits = triton.cdiv(num_blocks, per_split)  # none of them empty
     staged = (
         (6 if product.has_zeros else 4) * staged_groups(product.size, product.group, splits) * rows
     )
@@ -199,6 +197,14 @@ def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | N
     if stages < min(2, per_split):
         return None
     return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
+
+
+def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -> int:
+    """Splits of K that fill the SMs with so many programs each."""
+    most = _MAX_SPLITS if num_tokens <= 256 else 1  # partial sums of many tokens are large
+    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    filled: int = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
+    return filled
 
 
 def _rounded_candidates(product: Product) -> list[Choice]:
@@ -239,10 +245,8 @@ def _grouped_tiles(product: Product, tokens: int, rows: int, per_sm: int) -> Til
     num_blocks = triton.cdiv(product.size, BLOCK)
     num_rows = product.num_rows * (2 if product.is_gated else 1)
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(product.tokens, tokens)
-    most = _MAX_SPLITS if product.tokens <= 256 else 1
-    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
     per_split = triton.cdiv(num_blocks, splits)
-    splits = triton.cdiv(num_blocks, per_split)  # none of them empty
     staged = 4 * staged_groups(product.size, product.group, splits) * rows
     room = _SHARED_MEMORY // per_sm - 1024 - staged
     stages = max(1, min(room // (BLOCK * (rows + tokens)), _MAX_STAGES, per_split))
@@ -253,9 +257,7 @@ def _rounded_tiles(product: Product, tokens: int, rows: int, per_sm: int) -> lin
     num_tiles = triton.cdiv(product.num_rows, rows) * triton.cdiv(product.tokens, tokens)
     columns = 2 * BLOCK if product.tokens <= 64 and per_sm == 1 else BLOCK
     num_blocks = triton.cdiv(product.size, columns)
-    most = _MAX_SPLITS if product.tokens <= 256 else 1
-    splits = max(1, min(most, _NUM_SMS // num_tiles, num_blocks // 4))
-    splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
+    splits = _splits(product.tokens, num_tiles, num_blocks)
     stage = columns * (rows * (2 if product.is_gated else 1) + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage, _MAX_STAGES)
     return linear_table.Tiles(
