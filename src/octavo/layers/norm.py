@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import NormConfig
+from octavo.layers.linear import LinearMethod
 from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
-from octavo.ops.norm import Affine
-from octavo.ops.quantized import LinearInput, RoundedInputs, Rounding
+from octavo.ops.linear import LinearInput
+from octavo.ops.norm import Affine, DeferredNorm
+from octavo.ops.quantized import RoundedInputs, Rounding
 from octavo.parallel import Shard
 
 # What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
@@ -26,8 +28,9 @@ Branches = Tensor | tuple[Tensor, Tensor]
 class InputReader(Protocol):
     """What a norm's result is for."""
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding."""
+    @property
+    def entry(self) -> LinearMethod | None:
+        """The projection that is the only one to read it; None: several do."""
 
 
 class Norm(WeightOwner):
@@ -88,9 +91,20 @@ class Norm(WeightOwner):
     def forward_for(
         self, reader: InputReader, hidden: Branches, residual: Tensor | None = None
     ) -> tuple[LinearInput, Tensor]:
-        """As `forward`, with the result rounded as `reader` takes it."""
+        """As `forward`, with the result in the form that `reader` takes.
+
+        If it takes a DeferredNorm, it writes the second result, which has a memory of its own.
+        """
+        entry = reader.entry
+        if entry is None:
+            return self.forward(hidden, residual)
         first = hidden[0] if isinstance(hidden, tuple) else hidden
-        rounding = reader.rounding(first.shape[-2])
+        num_tokens = first.shape[-2]
+        if entry.norms_inputs(num_tokens) and isinstance(hidden, Tensor):
+            deferred = self._deferred(hidden, residual)
+            if deferred is not None:
+                return deferred, hidden if deferred.total is None else deferred.total
+        rounding = entry.rounding(num_tokens)
         if rounding is Rounding.NONE:
             return self.forward(hidden, residual)
         (values, scales), residual = self._normalise(hidden, residual, rounding=rounding)
@@ -115,6 +129,16 @@ class Norm(WeightOwner):
             reduction=self.reduction,
         )
         return residual
+
+    def _deferred(self, hidden: Tensor, residual: Tensor | None) -> DeferredNorm | None:
+        """What a projection needs to do what `_normalise` does; None: it does not do all of it."""
+        weight, branch = self.affine.weight, None
+        if weight is None or not self.is_rms or self.reduction is not None or hidden.dim() != 2:
+            return None
+        if residual is not None and self._branch_norm:
+            branch = self._branch_norm[0].affine.weight
+        total = None if residual is None else torch.empty_like(residual)
+        return DeferredNorm(hidden, weight, self.eps, residual, total, branch)
 
     def _normalise(
         self,

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.epilogues import activate, activate_gated
-from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.norm import DeferredNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +84,32 @@ class Scales(NamedTuple):
 
 
 def linear_one(
-    x: Tensor,
+    x: Tensor | DeferredNorm,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
     epilogue: Epilogue,
     programs: Programs | None = None,
     scales: Scales | None = None,
-) -> None:
-    """Write epilogue(x W^T + b) of x [1, size] to out [1, num_rows].
+) -> Tensor:
+    """epilogue(x W^T + b) of x [1, size]: [1, num_rows].
 
+    x: or what its norm is computed from.
     scales: of a weight in e4m3; those of columns belong to at least as many rows as a program has.
     """
-    num_rows, size = out.shape[1], x.shape[1]
+    norm = x if isinstance(x, DeferredNorm) else None
+    x = x.x if isinstance(x, DeferredNorm) else x
+    assert x.stride(1) == 1
+    num_rows, size = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0], x.shape[1]
     if programs is None:
-        programs = choose_programs(num_rows, size, epilogue.is_gated, scales is not None)
+        is_float8 = scales is not None
+        programs = choose_programs(num_rows, size, epilogue.is_gated, is_float8)
+    out = x.new_empty((1, num_rows))
     _linear_one_kernel[(triton.cdiv(num_rows, programs.rows),)](
         x,
+        None if norm is None else norm.weight,
+        None if norm is None else norm.residual,
+        None if norm is None else norm.total,
+        None if norm is None else norm.branch_weight,
         weight,
         None if scales is None else scales.values,
         bias,
@@ -108,8 +118,10 @@ def linear_one(
         size,
         1 if scales is None else scales.rows,
         0 if scales is None else scales.values.stride(0),
+        0.0 if norm is None else norm.eps,
         ROWS=programs.rows,
         BLOCK=programs.columns,
+        BLOCKS=triton.cdiv(size, programs.columns),
         AHEAD=min(programs.ahead, triton.cdiv(size, programs.columns)),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
@@ -118,20 +130,57 @@ def linear_one(
         num_warps=4,
         **launch_options(x.device),
     )
+    return out
 
 
 @triton.jit
-def _inputs(x, scales, start, columns, inside, SCALE_COLUMNS: tl.constexpr):
-    """float32 [1, columns] from `start` on, times scales of a row's columns."""
-    values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+def _branch_factor(x, columns, size, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The factor of the RMS norm of x."""
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        inside = columns < size - i * BLOCK
+        values = tl.load(x + i * BLOCK + columns, mask=inside, other=0.0).to(tl.float32)
+        squares += values * values
+    return tl.rsqrt(tl.sum(squares, 0) / size + eps)
+
+
+@triton.jit
+def _inputs(x, norm_weight, residual, total, branch_weight, branch_factor, squares, places, inside):
+    """x, or its norm without the factor that is the same for all of it; and the squares of what is
+    normalised, added to `squares`. float32, at `places`."""
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        weights = tl.load(norm_weight + places, mask=inside, other=0.0).to(tl.float32)
+        if residual is not None:
+            before = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+            if branch_weight is not None:
+                scale = tl.load(branch_weight + places, mask=inside, other=0.0).to(tl.float32)
+                values *= branch_factor * scale
+            # The sum is rounded before it is normalised: later layers see the same numbers.
+            rounded = (values + before).to(residual.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(total + places, rounded, mask=inside)
+            values = rounded.to(tl.float32)
+        squares += values * values
+        values *= weights
+    return values, squares
+
+
+@triton.jit
+def _scaled(values, scales, places, inside, SCALE_COLUMNS: tl.constexpr):
+    """[1, columns]: values times scales of a row's columns."""
     if SCALE_COLUMNS > 0:
-        values *= tl.load(scales + (start + columns) // SCALE_COLUMNS, mask=inside, other=0.0)
+        values *= tl.load(scales + places // SCALE_COLUMNS, mask=inside, other=0.0)
     return values[None, :]
 
 
 @triton.jit
 def _linear_one_kernel(
     x,
+    norm_weight,
+    residual,
+    total,
+    branch_weight,
     weight,
     scales,
     bias,
@@ -140,8 +189,10 @@ def _linear_one_kernel(
     size,
     block_rows,
     scale_stride,
+    eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GATED: tl.constexpr,
@@ -165,6 +216,10 @@ def _linear_one_kernel(
         if GATED:
             up_piece = tl.load(up_places + i * BLOCK, mask=inside, other=0.0)
             up_pieces += (up_piece,)  # type: ignore[assignment]
+    if PDL and norm_weight is not None:
+        fetch_to_l2(norm_weight + tl.zeros([1], tl.int32), size)
+        if branch_weight is not None:
+            fetch_to_l2(branch_weight + tl.zeros([1], tl.int32), size)
     factor = 1.0
     up_factor = 1.0
     if scales is not None and SCALE_COLUMNS == 0:
@@ -178,26 +233,38 @@ def _linear_one_kernel(
         row_scales += row // block_rows * scale_stride
         up_scales += (num_rows + row) // block_rows * scale_stride
     wait_previous(PDL)
+    branch_factor = 1.0
+    if branch_weight is not None:
+        branch_factor = _branch_factor(x, columns, size, eps, BLOCKS, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
     for i in tl.static_range(AHEAD):
-        inside = columns < size - i * BLOCK
-        values = _inputs(x, row_scales, i * BLOCK, columns, inside, SCALE_COLUMNS)
-        acc += pieces[i].to(tl.float32) * values
+        here = i * BLOCK + columns
+        inside = here < size
+        values, squares = _inputs(
+            x, norm_weight, residual, total, branch_weight, branch_factor, squares, here, inside
+        )
+        acc += pieces[i].to(tl.float32) * _scaled(values, row_scales, here, inside, SCALE_COLUMNS)
         if GATED:
-            if SCALE_COLUMNS > 0:
-                values = _inputs(x, up_scales, i * BLOCK, columns, inside, SCALE_COLUMNS)
-            up_acc += up_pieces[i].to(tl.float32) * values
+            scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
+            up_acc += up_pieces[i].to(tl.float32) * scaled
     for start in range(AHEAD * BLOCK, size, BLOCK):
-        inside = columns < size - start
+        here = start + columns
+        inside = here < size
         piece = tl.load(places + start, mask=inside[None, :], other=0.0)
-        values = _inputs(x, row_scales, start, columns, inside, SCALE_COLUMNS)
-        acc += piece.to(tl.float32) * values
+        values, squares = _inputs(
+            x, norm_weight, residual, total, branch_weight, branch_factor, squares, here, inside
+        )
+        acc += piece.to(tl.float32) * _scaled(values, row_scales, here, inside, SCALE_COLUMNS)
         if GATED:
             up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
-            if SCALE_COLUMNS > 0:
-                values = _inputs(x, up_scales, start, columns, inside, SCALE_COLUMNS)
-            up_acc += up_piece.to(tl.float32) * values
+            scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
+            up_acc += up_piece.to(tl.float32) * scaled
+    if norm_weight is not None:
+        norm_factor = tl.rsqrt(tl.sum(squares, 0) / size + eps)
+        factor *= norm_factor
+        up_factor *= norm_factor
     y = tl.sum(acc, 1) * factor
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
