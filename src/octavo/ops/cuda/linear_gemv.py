@@ -104,7 +104,9 @@ def linear_one(
         is_float8 = scales is not None
         programs = choose_programs(num_rows, size, epilogue.is_gated, is_float8)
     out = x.new_empty((1, num_rows))
-    _linear_one_kernel[(triton.cdiv(num_rows, programs.rows),)](
+    num_programs = triton.cdiv(num_rows, programs.rows)
+    writes = norm is not None and norm.total is not None
+    _linear_one_kernel[(num_programs + writes,)](
         x,
         None if norm is None else norm.weight,
         None if norm is None else norm.residual,
@@ -134,35 +136,54 @@ def linear_one(
 
 
 @triton.jit
-def _branch_factor(x, columns, size, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The factor of the RMS norm of x."""
-    squares = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(BLOCKS):
-        inside = columns < size - i * BLOCK
-        values = tl.load(x + i * BLOCK + columns, mask=inside, other=0.0).to(tl.float32)
-        squares += values * values
-    return tl.rsqrt(tl.sum(squares, 0) / size + eps)
+def _added(values, before, branch_weight, branch_factor, places, inside):
+    """The residual stream after x = `values` is added to it, or the norm of x."""
+    if branch_weight is not None:
+        scale = tl.load(branch_weight + places, mask=inside, other=0.0).to(tl.float32)
+        values *= branch_factor * scale
+    # The sum is rounded before it is normalised: later layers see the same numbers.
+    return (values + before.to(tl.float32)).to(before.dtype)
 
 
 @triton.jit
-def _inputs(x, norm_weight, residual, total, branch_weight, branch_factor, squares, places, inside):
-    """x, or its norm without the factor that is the same for all of it; and the squares of what is
-    normalised, added to `squares`. float32, at `places`."""
-    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    if norm_weight is not None:
-        weights = tl.load(norm_weight + places, mask=inside, other=0.0).to(tl.float32)
+def _stream(x, residual, branch_weight, size, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """What is normalised, in BLOCKS blocks."""
+    columns = tl.arange(0, BLOCK)
+    pieces = ()
+    befores = ()
+    # All that the preceding kernels wrote is asked for before a sum, for which threads wait.
+    for i in tl.static_range(BLOCKS):
+        places = i * BLOCK + columns
+        piece = tl.load(x + places, mask=places < size, other=0.0)
+        pieces += (piece,)  # type: ignore[assignment]
         if residual is not None:
-            before = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
-            if branch_weight is not None:
-                scale = tl.load(branch_weight + places, mask=inside, other=0.0).to(tl.float32)
-                values *= branch_factor * scale
-            # The sum is rounded before it is normalised: later layers see the same numbers.
-            rounded = (values + before).to(residual.dtype.element_ty)
-            if tl.program_id(0) == 0:
-                tl.store(total + places, rounded, mask=inside)
-            values = rounded.to(tl.float32)
-        squares += values * values
-        values *= weights
+            before = tl.load(residual + places, mask=places < size, other=0.0)
+            befores += (before,)  # type: ignore[assignment]
+    branch_factor = 1.0
+    if branch_weight is not None:
+        squares = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            values = pieces[i].to(tl.float32)
+            squares += values * values
+        branch_factor = tl.rsqrt(tl.sum(squares, 0) / size + eps)
+    stream = ()
+    for i in tl.static_range(BLOCKS):
+        places = i * BLOCK + columns
+        piece = pieces[i]
+        if residual is not None:
+            values = piece.to(tl.float32)
+            piece = _added(values, befores[i], branch_weight, branch_factor, places, places < size)
+        stream += (piece,)  # type: ignore[assignment]
+    return stream
+
+
+@triton.jit
+def _normed(values, norm_weight, squares, places, inside):
+    """The norm of `values` without the factor that is the same for all of it, and `squares` with
+    theirs added; float32."""
+    values = values.to(tl.float32)
+    squares += values * values
+    values *= tl.load(norm_weight + places, mask=inside, other=0.0).to(tl.float32)
     return values, squares
 
 
@@ -201,10 +222,20 @@ def _linear_one_kernel(
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    if total is not None:
+        if program == 0:  # the stream's next values, which the others would wait for if they wrote
+            wait_previous(PDL)
+            stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK)
+            for i in tl.static_range(BLOCKS):
+                here = i * BLOCK + columns
+                tl.store(total + here, stream[i], mask=here < size)
+            return
+        program -= 1
+    rows = program * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     rows = tl.minimum(rows, num_rows - 1)
-    columns = tl.arange(0, BLOCK)
     places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
     up_places = places + tl.cast(num_rows, tl.int64) * size
     pieces = ()
@@ -229,38 +260,46 @@ def _linear_one_kernel(
     row_scales = scales
     up_scales = scales
     if SCALE_COLUMNS > 0:
-        row = tl.program_id(0) * ROWS
+        row = program * ROWS
         row_scales += row // block_rows * scale_stride
         up_scales += (num_rows + row) // block_rows * scale_stride
     wait_previous(PDL)
-    branch_factor = 1.0
-    if branch_weight is not None:
-        branch_factor = _branch_factor(x, columns, size, eps, BLOCKS, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
-    for i in tl.static_range(AHEAD):
+    squares = tl.zeros([BLOCK], tl.float32)
+    stream = ()
+    if norm_weight is not None:
+        stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK)
+    for i in tl.static_range(BLOCKS if norm_weight is not None else AHEAD):
         here = i * BLOCK + columns
         inside = here < size
-        values, squares = _inputs(
-            x, norm_weight, residual, total, branch_weight, branch_factor, squares, here, inside
-        )
-        acc += pieces[i].to(tl.float32) * _scaled(values, row_scales, here, inside, SCALE_COLUMNS)
-        if GATED:
-            scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
-            up_acc += up_pieces[i].to(tl.float32) * scaled
-    for start in range(AHEAD * BLOCK, size, BLOCK):
-        here = start + columns
-        inside = here < size
-        piece = tl.load(places + start, mask=inside[None, :], other=0.0)
-        values, squares = _inputs(
-            x, norm_weight, residual, total, branch_weight, branch_factor, squares, here, inside
-        )
+        if norm_weight is not None:
+            values, squares = _normed(stream[i], norm_weight, squares, here, inside)
+        else:
+            values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        if i < AHEAD:
+            piece = pieces[i]
+        else:
+            piece = tl.load(places + i * BLOCK, mask=inside[None, :], other=0.0)
         acc += piece.to(tl.float32) * _scaled(values, row_scales, here, inside, SCALE_COLUMNS)
         if GATED:
-            up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
+            if i < AHEAD:
+                up_piece = up_pieces[i]
+            else:
+                up_piece = tl.load(up_places + i * BLOCK, mask=inside[None, :], other=0.0)
             scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
             up_acc += up_piece.to(tl.float32) * scaled
+    if norm_weight is None:
+        for start in range(AHEAD * BLOCK, size, BLOCK):
+            here = start + columns
+            inside = here < size
+            piece = tl.load(places + start, mask=inside[None, :], other=0.0)
+            values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+            acc += piece.to(tl.float32) * _scaled(values, row_scales, here, inside, SCALE_COLUMNS)
+            if GATED:
+                up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
+                scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
+                up_acc += up_piece.to(tl.float32) * scaled
     if norm_weight is not None:
         norm_factor = tl.rsqrt(tl.sum(squares, 0) / size + eps)
         factor *= norm_factor
