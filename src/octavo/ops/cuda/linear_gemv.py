@@ -31,6 +31,7 @@ class Programs:
     columns: int  # of W, at once
     ahead: int  # how many such blocks it loads before the preceding kernels have ended
     per_sm: int  # programs of this kind whose registers fit on one SM
+    warps: int = 4
 
 
 # Measured on 2026-11-22 on one H200, Triton 3.6, bfloat16 (benchmarks/tune_linear.py): of some 40
@@ -129,7 +130,7 @@ def linear_one(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         SCALE_COLUMNS=0 if scales is None else scales.columns,
-        num_warps=4,
+        num_warps=programs.warps,
         **launch_options(x.device),
     )
     return out
@@ -226,6 +227,10 @@ def _linear_one_kernel(
     program = tl.program_id(0)
     if total is not None:
         if program == 0:  # the stream's next values, which the others would wait for if they wrote
+            if PDL:  # for all; each fetching by itself would take longer than the product
+                fetch_to_l2(norm_weight + tl.zeros([1], tl.int32), size)
+                if branch_weight is not None:
+                    fetch_to_l2(branch_weight + tl.zeros([1], tl.int32), size)
             wait_previous(PDL)
             stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK)
             for i in tl.static_range(BLOCKS):
@@ -247,10 +252,6 @@ def _linear_one_kernel(
         if GATED:
             up_piece = tl.load(up_places + i * BLOCK, mask=inside, other=0.0)
             up_pieces += (up_piece,)  # type: ignore[assignment]
-    if PDL and norm_weight is not None:
-        fetch_to_l2(norm_weight + tl.zeros([1], tl.int32), size)
-        if branch_weight is not None:
-            fetch_to_l2(branch_weight + tl.zeros([1], tl.int32), size)
     factor = 1.0
     up_factor = 1.0
     if scales is not None and SCALE_COLUMNS == 0:
@@ -300,15 +301,29 @@ def _linear_one_kernel(
                 up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
                 scaled = _scaled(values, up_scales, here, inside, SCALE_COLUMNS)
                 up_acc += up_piece.to(tl.float32) * scaled
-    if norm_weight is not None:
-        norm_factor = tl.rsqrt(tl.sum(squares, 0) / size + eps)
-        factor *= norm_factor
-        up_factor *= norm_factor
-    y = tl.sum(acc, 1) * factor
+    square_sum = 0.0
+    up = 0.0
+    if norm_weight is None:
+        y = tl.sum(acc, 1)
+        if GATED:
+            up = tl.sum(up_acc, 1)
+    else:  # all sums at once: threads wait for each other in each
+        tile = tl.broadcast_to(squares[None, :], [ROWS, BLOCK])
+        if GATED:
+            sums = tl.sum(tl.join(tl.join(acc, up_acc), tl.join(tile, tile)), 1)
+            products, both = tl.split(sums)
+            y, up = tl.split(products)
+            square_sum, _ = tl.split(both)
+        else:
+            y, square_sum = tl.split(tl.sum(tl.join(acc, tile), 1))
+        norm_factor = tl.rsqrt(square_sum / size + eps)
+        y *= norm_factor
+        up *= norm_factor
+    y *= factor
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
     if GATED:
-        up = tl.sum(up_acc, 1) * up_factor
+        up *= up_factor
         if HAS_BIAS:
             up += tl.load(bias + num_rows + rows).to(tl.float32)
         y = activate_gated(y, up, EPILOGUE)
