@@ -138,7 +138,10 @@ def projections() -> None:
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
     row, scale = x[:1], torch.zeros(4096)
-    norms = DeferredNorm(row, x[0], 1e-5), DeferredNorm(row, scale, 1e-5, row, x[1:2], scale)
+    norms = (
+        DeferredNorm(row, x[0], 1e-5, 0.0),
+        DeferredNorm(row, scale, 1e-5, 1.0, row, x[1:2], scale),
+    )
     for epilogue in Epilogue:
         cuda_linear.linear(x[:1], weight, None, epilogue)
         cuda_linear.linear(x[:1], weight[: 2 if epilogue.is_gated else 1], None, epilogue)

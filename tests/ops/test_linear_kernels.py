@@ -13,7 +13,7 @@ from octavo.layers import linear as layers_linear
 from octavo.layers import norm as layers_norm
 from octavo.layers.config import MLPConfig, NormConfig
 from octavo.layers.mlp import DenseMLP
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
@@ -82,13 +82,13 @@ def test_norm_of_one_token(
     dtype = torch.float16  # the interpreter truncates to bfloat16
     x, weight, bias = operands(1, num_rows, size, dtype, device)
     residual, scale, branch_scale = operands(3, 1, size, dtype, device)[0].unsqueeze(1)
-    branch = branch_scale[0].float() if adds == "norm of x" else None
-    given, stream = DeferredNorm(x, scale[0], 1e-5), x
+    branch = branch_scale[0] if adds == "norm of x" else None
+    given, stream = DeferredNorm(x, scale[0], 1e-5, 1.0), x
     if adds != "nothing":
         stream = _normed(x, branch) if branch is not None else x.double()
         stream = (stream + residual.double()).to(dtype)
         total = torch.empty_like(residual)
-        given = DeferredNorm(x, scale[0], 1e-5, residual.clone(), total, branch)
+        given = DeferredNorm(x, scale[0], 1e-5, 1.0, residual.clone(), total, branch)
     actual = CudaLinear(weight).apply_normed(given, bias, epilogue)
     assert_close(actual, expected(_normed(stream, scale[0]), weight, bias, epilogue), dtype)
     if given.total is not None:
@@ -125,12 +125,15 @@ def test_the_projection_that_reads_one_token_norms_it(
     two = x.expand(2, -1).contiguous()
     assert isinstance(norm.forward_for(mlp, two, None)[0], Tensor)
     assert isinstance(norm.forward_for(mlp, x.view(1, 1, 96), residual)[0], Tensor)
-    monkeypatch.setattr(norm, "is_rms", False)
-    assert isinstance(norm.forward_for(mlp, x, None)[0], Tensor)
+    layer_norm = LayerNorm(NormConfig("layer", 96, 1e-5))
+    for parameter in layer_norm.parameters():
+        parameter.data = x[0].clone()
+    layer_norm.finalize()
+    assert isinstance(layer_norm.forward_for(mlp, x, None)[0], Tensor)
 
 
 def _normed(x: Tensor, scale: Tensor) -> Tensor:
-    return F.rms_norm(x.double(), x.shape[1:], scale.double(), 1e-5)
+    return F.rms_norm(x.double(), x.shape[1:], scale.double() + 1, 1e-5)
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])

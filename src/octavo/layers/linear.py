@@ -67,8 +67,11 @@ class LinearMethod(WeightOwner):
         """As `forward`, of inputs that are rounded in the way that `rounding` says."""
         raise NotImplementedError
 
-    def norms_inputs(self, num_tokens: int) -> bool:
-        """Whether `forward_normed` computes with so many tokens."""
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """Whether `forward_normed` is to compute with so many tokens.
+
+        norms_branch: whether there is a `branch_weight`.
+        """
         return False
 
     def forward_normed(self, x: DeferredNorm, epilogue: Epilogue) -> Tensor:
@@ -131,10 +134,10 @@ class Projection(LinearMethod):
         """See LinearMethod.forward_partial."""
         return self._kernel.apply_partial(x, self.bias)
 
-    def norms_inputs(self, num_tokens: int) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See LinearMethod.norms_inputs."""
         kernel = self._norming_kernel
-        return kernel is not None and kernel.norms_inputs(num_tokens)
+        return kernel is not None and kernel.norms_inputs(num_tokens, norms_branch)
 
     def forward_normed(self, x: DeferredNorm, epilogue: Epilogue) -> Tensor:
         """See LinearMethod.forward_normed."""

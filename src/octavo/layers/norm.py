@@ -51,6 +51,7 @@ class Norm(WeightOwner):
         self.weight = _parameter(config.size) if config.affine else None
         self.bias = _parameter(config.size) if has_bias else None
         self._branch_norm: tuple[Norm, ...] = ()
+        self._loaded: Tensor | None = None  # the scale without offset, of fewer bytes
 
     def finalize(self) -> None:
         """Apply offset and multiplier to the loaded weights.
@@ -59,9 +60,11 @@ class Norm(WeightOwner):
         the parameters.
         """
         offset, multiplier = self.config.offset, self.config.multiplier
+        weight, bias = self.weight, self.bias
+        if weight is not None and multiplier == 1:
+            self._loaded = weight.detach()
         if offset == 0 and multiplier == 1:
             return
-        weight, bias = self.weight, self.bias
         assert weight is not None, "offset and multiplier need a scale that they are put into"
         del self.weight, self.bias
         self.weight = (weight.float() + offset) * multiplier
@@ -100,10 +103,9 @@ class Norm(WeightOwner):
             return self.forward(hidden, residual)
         first = hidden[0] if isinstance(hidden, tuple) else hidden
         num_tokens = first.shape[-2]
-        if entry.norms_inputs(num_tokens) and isinstance(hidden, Tensor):
-            deferred = self._deferred(hidden, residual)
-            if deferred is not None:
-                return deferred, hidden if deferred.total is None else deferred.total
+        deferred = self._deferred(hidden, residual, entry)
+        if deferred is not None:
+            return deferred, deferred.x if deferred.total is None else deferred.total
         rounding = entry.rounding(num_tokens)
         if rounding is Rounding.NONE:
             return self.forward(hidden, residual)
@@ -130,15 +132,34 @@ class Norm(WeightOwner):
         )
         return residual
 
-    def _deferred(self, hidden: Tensor, residual: Tensor | None) -> DeferredNorm | None:
-        """What a projection needs to do what `_normalise` does; None: it does not do all of it."""
-        weight, branch = self.affine.weight, None
-        if weight is None or not self.is_rms or self.reduction is not None or hidden.dim() != 2:
+    def _deferred(
+        self, hidden: Branches, residual: Tensor | None, entry: LinearMethod
+    ) -> DeferredNorm | None:
+        """What `entry` needs to do what `_normalise` does; None: it is not to do that."""
+        if not isinstance(hidden, Tensor) or hidden.dim() != 2:
             return None
-        if residual is not None and self._branch_norm:
-            branch = self._branch_norm[0].affine.weight
-        total = None if residual is None else torch.empty_like(residual)
-        return DeferredNorm(hidden, weight, self.eps, residual, total, branch)
+        branch = None if residual is None else self._branch_norm
+        if not self._is_deferrable or not entry.norms_inputs(len(hidden), bool(branch)):
+            return None
+        assert self._loaded is not None
+        return DeferredNorm(
+            hidden,
+            self._loaded,
+            self.eps,
+            self.config.offset,
+            residual,
+            None if residual is None else torch.empty_like(residual),
+            branch[0]._loaded if branch else None,
+        )
+
+    @cached_property
+    def _is_deferrable(self) -> bool:
+        """Whether DeferredNorm has words for what this norm does; asked for after `finalize`."""
+        norms = (self, *self._branch_norm)
+        is_plain = self.is_rms and self.reduction is None
+        return is_plain and all(
+            each._loaded is not None and each.config.offset == self.config.offset for each in norms
+        )
 
     def _normalise(
         self,

@@ -59,10 +59,10 @@ class RoundingKernel(LinearKernel, Protocol):
 
 @runtime_checkable
 class NormingKernel(LinearKernel, Protocol):
-    """Applies the RMS norm of its inputs itself, for some numbers of tokens."""
+    """Applies the RMS norm of its inputs itself where that takes less time than a norm's kernel."""
 
-    def norms_inputs(self, num_tokens: int) -> bool:
-        """Whether it does so for so many tokens."""
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """Whether it does so for so many tokens; norms_branch: if there is a `branch_weight`."""
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """As `apply`, of the norm of x; writes x.total, if there is one."""

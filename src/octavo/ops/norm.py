@@ -26,8 +26,9 @@ class DeferredNorm(NamedTuple):
     stream before it; the arguments are those of `norm`."""
 
     x: Tensor  # [1, size], dense
-    weight: Tensor  # [size]
+    weight: Tensor  # [size], as the checkpoint has it
     eps: float
+    offset: float  # added to both weights
     # [1, size] each, dense; None: x itself is normalised
     residual: Tensor | None = None
     total: Tensor | None = None  # where the projection writes residual + x, for those that follow

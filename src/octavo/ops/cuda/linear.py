@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
-from octavo.ops.cuda.linear_gemv import linear_one
+from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -55,9 +55,11 @@ class CudaLinear:
         """See LinearKernel.apply_partial."""
         return linear_partial(x, self._weight, bias)
 
-    def norms_inputs(self, num_tokens: int) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
-        return num_tokens == 1 and self._weight.is_contiguous()
+        is_served = num_tokens == 1 and self._weight.is_contiguous()
+        num_rows, size = self._weight.shape
+        return is_served and pays_to_norm(num_rows, size, norms_branch)
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""

@@ -47,6 +47,12 @@ _GATED = (Programs(1, 1024, 3, per_sm=9), Programs(1, 512, 5, per_sm=10))  # by 
 # Of weights in e4m3 (2026-11-23), the fastest of some 16 kinds for shapes of Llama 3 8B.
 _PLAIN_FLOAT8 = (Programs(8, 1024, 2, per_sm=4), Programs(4, 2048, 2, per_sm=4))
 _GATED_FLOAT8 = Programs(1, 1024, 4, per_sm=9)
+# Of those that norm their input (2026-11-23), for Llama 3 8B, and for Gemma 3 4B; by whether they
+# are gated.
+_NORMING = (Programs(4, 2048, 2, per_sm=3, warps=8), Programs(2, 2048, 2, per_sm=3, warps=8))
+_NORMING_NARROW = (Programs(16, 512, 2, per_sm=1, warps=8), Programs(8, 512, 2, per_sm=2, warps=8))
+_NORMING_FLOAT8 = Programs(8, 1024, 2, per_sm=3)
+_FEW_ROWS = 8192
 MAX_ROWS = 8  # that a program takes
 _NUM_SMS = 132
 _LESS_PADDING = 0.3  # what it counts that columns do not reach beyond the end of a row
@@ -73,6 +79,24 @@ def choose_programs(num_rows: int, size: int, is_gated: bool, is_float8: bool = 
     if is_gated:  # twice the rows: there are many waves
         return _GATED[0] if -size % _GATED[0].columns < 0.1 * size else _GATED[1]
     return max(_PLAIN, key=score)
+
+
+def pays_to_norm(num_rows: int, size: int, norms_branch: bool, is_float8: bool = False) -> bool:
+    """Whether a GEMV with W [num_rows, size] norms its input itself in less time than a kernel.
+
+    Each program norms all of it, in as many instructions as some rows of W take: programs that are
+    many lose by that what the kernel would have taken. docs/performance.md has the times.
+    """
+    is_light = not norms_branch and not is_float8 and size % _NORMING[False].columns == 0
+    return is_light or num_rows <= _FEW_ROWS
+
+
+def norming_programs(size: int, is_gated: bool, is_float8: bool) -> Programs:
+    """The kind of program that norms its input."""
+    if is_float8:
+        return _NORMING_FLOAT8
+    wide = _NORMING[is_gated]
+    return wide if size % wide.columns == 0 else _NORMING_NARROW[is_gated]
 
 
 class Scales(NamedTuple):
@@ -102,8 +126,11 @@ def linear_one(
     assert x.stride(1) == 1
     num_rows, size = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0], x.shape[1]
     if programs is None:
-        is_float8 = scales is not None
-        programs = choose_programs(num_rows, size, epilogue.is_gated, is_float8)
+        is_gated, is_float8 = epilogue.is_gated, scales is not None
+        if norm is None:
+            programs = choose_programs(num_rows, size, is_gated, is_float8)
+        else:
+            programs = norming_programs(size, is_gated, is_float8)
     out = x.new_empty((1, num_rows))
     num_programs = triton.cdiv(num_rows, programs.rows)
     writes = norm is not None and norm.total is not None
@@ -122,6 +149,7 @@ def linear_one(
         1 if scales is None else scales.rows,
         0 if scales is None else scales.values.stride(0),
         0.0 if norm is None else norm.eps,
+        OFFSET=0.0 if norm is None else norm.offset,
         ROWS=programs.rows,
         BLOCK=programs.columns,
         BLOCKS=triton.cdiv(size, programs.columns),
@@ -137,17 +165,27 @@ def linear_one(
 
 
 @triton.jit
-def _added(values, before, branch_weight, branch_factor, places, inside):
-    """The residual stream after x = `values` is added to it, or the norm of x."""
+def _added(piece, before, branch_weight, branch_factor, places, inside, OFFSET: tl.constexpr):
+    """The residual stream `before` after a piece of x is added to it, or the norm of x."""
+    values = piece.to(tl.float32)
     if branch_weight is not None:
         scale = tl.load(branch_weight + places, mask=inside, other=0.0).to(tl.float32)
-        values *= branch_factor * scale
+        values *= branch_factor * (scale + OFFSET)
     # The sum is rounded before it is normalised: later layers see the same numbers.
     return (values + before.to(tl.float32)).to(before.dtype)
 
 
 @triton.jit
-def _stream(x, residual, branch_weight, size, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _stream(
+    x,
+    residual,
+    branch_weight,
+    size,
+    eps,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     """What is normalised, in BLOCKS blocks."""
     columns = tl.arange(0, BLOCK)
     pieces = ()
@@ -164,27 +202,28 @@ def _stream(x, residual, branch_weight, size, eps, BLOCKS: tl.constexpr, BLOCK: 
     if branch_weight is not None:
         squares = tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(BLOCKS):
-            values = pieces[i].to(tl.float32)
-            squares += values * values
+            squares += pieces[i].to(tl.float32) * pieces[i].to(tl.float32)
         branch_factor = tl.rsqrt(tl.sum(squares, 0) / size + eps)
     stream = ()
     for i in tl.static_range(BLOCKS):
         places = i * BLOCK + columns
         piece = pieces[i]
         if residual is not None:
-            values = piece.to(tl.float32)
-            piece = _added(values, befores[i], branch_weight, branch_factor, places, places < size)
+            piece = _added(
+                piece, befores[i], branch_weight, branch_factor, places, places < size, OFFSET
+            )
         stream += (piece,)  # type: ignore[assignment]
     return stream
 
 
 @triton.jit
-def _normed(values, norm_weight, squares, places, inside):
+def _normed(values, norm_weight, squares, places, inside, OFFSET: tl.constexpr):
     """The norm of `values` without the factor that is the same for all of it, and `squares` with
     theirs added; float32."""
     values = values.to(tl.float32)
     squares += values * values
-    values *= tl.load(norm_weight + places, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + places, mask=inside, other=0.0).to(tl.float32)
+    values *= weight + OFFSET
     return values, squares
 
 
@@ -212,6 +251,7 @@ def _linear_one_kernel(
     block_rows,
     scale_stride,
     eps,
+    OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -232,7 +272,7 @@ def _linear_one_kernel(
                 if branch_weight is not None:
                     fetch_to_l2(branch_weight + tl.zeros([1], tl.int32), size)
             wait_previous(PDL)
-            stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK)
+            stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK, OFFSET)
             for i in tl.static_range(BLOCKS):
                 here = i * BLOCK + columns
                 tl.store(total + here, stream[i], mask=here < size)
@@ -270,12 +310,12 @@ def _linear_one_kernel(
     squares = tl.zeros([BLOCK], tl.float32)
     stream = ()
     if norm_weight is not None:
-        stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK)
+        stream = _stream(x, residual, branch_weight, size, eps, BLOCKS, BLOCK, OFFSET)
     for i in tl.static_range(BLOCKS if norm_weight is not None else AHEAD):
         here = i * BLOCK + columns
         inside = here < size
         if norm_weight is not None:
-            values, squares = _normed(stream[i], norm_weight, squares, here, inside)
+            values, squares = _normed(stream[i], norm_weight, squares, here, inside, OFFSET)
         else:
             values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         if i < AHEAD:

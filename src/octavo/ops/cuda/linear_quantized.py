@@ -29,7 +29,7 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
-from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one
+from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -243,9 +243,11 @@ class QuantizedCudaLinear:
         choice = self._choose(len(x.values), epilogue)
         return self._multiply_rounded(x, bias, epilogue, choice, is_partial=False)
 
-    def norms_inputs(self, num_tokens: int) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
-        return num_tokens == 1 and self._scales is not None
+        is_served = num_tokens == 1 and self._scales is not None
+        num_rows, size = self._stored.shape
+        return is_served and pays_to_norm(num_rows, size, norms_branch, is_float8=True)
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""
