@@ -17,7 +17,7 @@ from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
-from octavo.ops.cuda.linear_gemv import Programs, choose_programs
+from octavo.ops.cuda.linear_gemv import Programs, choose_programs, pays_to_norm
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -95,6 +95,13 @@ def test_norm_of_one_token(
         torch.testing.assert_close(given.total, stream, rtol=2**-10, atol=0)
         assert given.residual is not None
         assert torch.equal(given.residual, residual)
+
+
+def test_where_programs_are_many_a_kernel_norms() -> None:
+    assert pays_to_norm(4096, 2560, norms_branch=True)  # Gemma 3 4B's queries, keys and values
+    assert not pays_to_norm(20480, 2560, norms_branch=True)  # its gates and ups
+    assert pays_to_norm(28672, 4096, norms_branch=False)  # Llama 3 8B's
+    assert not pays_to_norm(28672, 4096, norms_branch=False, is_float8=True)
 
 
 @pytest.mark.parametrize("follows", [False, True])

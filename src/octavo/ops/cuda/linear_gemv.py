@@ -50,7 +50,7 @@ _GATED_FLOAT8 = Programs(1, 1024, 4, per_sm=9)
 # Of those that norm their input (2026-11-23), for Llama 3 8B, and for Gemma 3 4B; by whether they
 # are gated.
 _NORMING = (Programs(4, 2048, 2, per_sm=3, warps=8), Programs(2, 2048, 2, per_sm=3, warps=8))
-_NORMING_NARROW = (Programs(16, 512, 2, per_sm=1, warps=8), Programs(8, 512, 2, per_sm=2, warps=8))
+_NORMING_NARROW = (Programs(16, 512, 2, per_sm=2, warps=8), Programs(8, 512, 2, per_sm=2, warps=8))
 _NORMING_FLOAT8 = Programs(8, 1024, 2, per_sm=3)
 _FEW_ROWS = 8192
 MAX_ROWS = 8  # that a program takes
