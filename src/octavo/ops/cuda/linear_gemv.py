@@ -3,6 +3,9 @@
 A program holds a few rows of W and accumulates in registers. Programs are small and many: while
 some wait for memory, others compute. The first columns of W are loaded before the preceding kernels
 have ended (pdl.py): as many as registers hold, because the memory would be idle until then.
+
+It may norm x itself, with the addition to the residual stream before, as norm.py does: then no
+kernel for that comes between two products, during which the memory would be idle, too.
 """
 
 from __future__ import annotations
