@@ -128,16 +128,25 @@ def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
+    from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_table import choose_tiles
     from octavo.ops.epilogue import Epilogue
+    from octavo.ops.norm import DeferredNorm
 
     x, weight = torch.zeros(16, 4096), torch.zeros(128, 4096)
     x, weight, bias = x.bfloat16(), weight.bfloat16(), torch.zeros(128).bfloat16()
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
+    row, scale = x[:1], torch.zeros(4096)
+    norms = (
+        DeferredNorm(row, x[0], 1e-5, 0.0),
+        DeferredNorm(row, scale, 1e-5, 1.0, row, x[1:2], scale),
+    )
     for epilogue in Epilogue:
         cuda_linear.linear(x[:1], weight, None, epilogue)
         cuda_linear.linear(x[:1], weight[: 2 if epilogue.is_gated else 1], None, epilogue)
+        for norm in norms:
+            linear_one(norm, weight, None, epilogue)
         out = x.new_empty((16, 64 if epilogue.is_gated else 128))
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
         assert tiles is not None
@@ -193,7 +202,7 @@ def quantized_projections() -> None:
         assert blocks is not None
         x = torch.zeros(len(out), 1024, dtype=out.dtype)
         linear_one(
-            *(x[:1], blocks.weight, None, out[:1], epilogue),
+            *(x[:1], blocks.weight, None, epilogue),
             scales=Scales(blocks.scales, blocks.block_rows, blocks.group),
         )
         in_float8, factors = round_inputs(x, Rounding.GROUPS)

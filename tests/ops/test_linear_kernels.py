@@ -9,11 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.layers import linear as layers_linear
+from octavo.layers import norm as layers_norm
+from octavo.layers.config import MLPConfig, NormConfig
+from octavo.layers.mlp import DenseMLP
+from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
-from octavo.ops.cuda.linear import linear, linear_partial
-from octavo.ops.cuda.linear_gemv import Programs, choose_programs
+from octavo.ops.cuda import norm as cuda_norm
+from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
+from octavo.ops.cuda.linear_gemv import Programs, choose_programs, pays_to_norm
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.norm import DeferredNorm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -63,6 +70,77 @@ def test_one_token(
     assert_close(actual, expected(x, weight, given, epilogue), torch.float32)
     if epilogue == Epilogue.NONE:
         assert torch.equal(linear_partial(x, weight, given), actual)
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize(("num_rows", "size"), [(34, 1100), (6, 3300)])
+@pytest.mark.parametrize("adds", ["nothing", "x", "norm of x"])
+def test_norm_of_one_token(
+    device: torch.device, adds: str, num_rows: int, size: int, epilogue: Epilogue
+) -> None:
+    """It leaves the residual stream as it was: programs read it while one writes the total."""
+    dtype = torch.float16  # the interpreter truncates to bfloat16
+    x, weight, bias = operands(1, num_rows, size, dtype, device)
+    residual, scale, branch_scale = operands(3, 1, size, dtype, device)[0].unsqueeze(1)
+    branch = branch_scale[0] if adds == "norm of x" else None
+    given, stream = DeferredNorm(x, scale[0], 1e-5, 1.0), x
+    if adds != "nothing":
+        stream = _normed(x, branch) if branch is not None else x.double()
+        stream = (stream + residual.double()).to(dtype)
+        total = torch.empty_like(residual)
+        given = DeferredNorm(x, scale[0], 1e-5, 1.0, residual.clone(), total, branch)
+    actual = CudaLinear(weight).apply_normed(given, bias, epilogue)
+    assert_close(actual, expected(_normed(stream, scale[0]), weight, bias, epilogue), dtype)
+    if given.total is not None:
+        torch.testing.assert_close(given.total, stream, rtol=2**-10, atol=0)
+        assert given.residual is not None
+        assert torch.equal(given.residual, residual)
+
+
+def test_where_programs_are_many_a_kernel_norms() -> None:
+    assert pays_to_norm(4096, 2560, norms_branch=True)  # Gemma 3 4B's queries, keys and values
+    assert not pays_to_norm(20480, 2560, norms_branch=True)  # its gates and ups
+    assert pays_to_norm(28672, 4096, norms_branch=False)  # Llama 3 8B's
+    assert not pays_to_norm(28672, 4096, norms_branch=False, is_float8=True)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_projection_that_reads_one_token_norms_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    monkeypatch.setattr(layers_linear, "make_linear_kernel", CudaLinear)
+    monkeypatch.setattr(layers_norm, "_norm_on", lambda x: cuda_norm.norm)
+    mlp = DenseMLP(MLPConfig(kind="gated", hidden_size=96, intermediate_size=60, activation="silu"))
+    norm, branch_norm = (RMSNorm(NormConfig("rms", 96, 1e-5, offset=1.0)) for _ in range(2))
+    for i, module in enumerate((mlp.up, mlp.down, norm, branch_norm)):
+        for parameter in module.parameters():
+            parameter.data = operands(i + 2, 1, parameter.numel(), torch.float32, device)[1].view(
+                parameter.shape
+            )
+        module.finalize()
+    if follows:
+        norm.follow(branch_norm)
+    x, residual, _ = operands(1, 1, 96, torch.float32, device)
+    for before in (None, residual):
+        normed, total = norm.forward(x, None if before is None else before.clone())
+        wanted = mlp.forward(normed)
+        given, own_total = norm.forward_for(mlp, x, before)
+        assert isinstance(given, DeferredNorm)
+        torch.testing.assert_close(mlp.forward(given), wanted)
+        torch.testing.assert_close(own_total, total)
+    assert torch.equal(residual, operands(1, 1, 96, torch.float32, device)[1])
+    two = x.expand(2, -1).contiguous()
+    assert isinstance(norm.forward_for(mlp, two, None)[0], Tensor)
+    assert isinstance(norm.forward_for(mlp, x.view(1, 1, 96), residual)[0], Tensor)
+    layer_norm = LayerNorm(NormConfig("layer", 96, 1e-5))
+    for parameter in layer_norm.parameters():
+        parameter.data = x[0].clone()
+    layer_norm.finalize()
+    assert isinstance(layer_norm.forward_for(mlp, x, None)[0], Tensor)
+
+
+def _normed(x: Tensor, scale: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), x.shape[1:], scale.double() + 1, 1e-5)
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])

@@ -360,7 +360,7 @@ def test_a_norm_rounds_for_projections_that_would_round_its_result(
     scale = inputs(1, 256, torch.bfloat16, hopper)[0]
     norm.weight = torch.nn.Parameter(scale, requires_grad=False)
     for num_tokens, sizes_in_mlp in ((20, []), (40, [384])):
-        assert mlp.rounding(num_tokens) is (rounding if sizes_in_mlp else Rounding.NONE)
+        assert mlp.entry.rounding(num_tokens) is (rounding if sizes_in_mlp else Rounding.NONE)
         x, residual = inputs(2 * num_tokens, 256, torch.bfloat16, hopper).view(2, -1, 256)
         normed, total = norm.forward(x, residual.clone())
         wanted = mlp.forward(normed)

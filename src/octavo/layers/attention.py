@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig, NormConfig, RelativeBiasConfig
-from octavo.layers.linear import make_linear
+from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
 from octavo.ops.communicator import Communicator
-from octavo.ops.quantized import LinearInput, Rounding
+from octavo.ops.linear import LinearInput
 from octavo.parallel import Shard
 
 
@@ -133,9 +133,10 @@ class Attention(nn.Module):
         else:
             self._own_norms = norms
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding."""
-        return self.qkv.rounding(num_tokens)
+    @property
+    def entry(self) -> LinearMethod:
+        """See InputReader.entry."""
+        return self.qkv
 
     def forward(self, hidden: LinearInput, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
@@ -193,9 +194,10 @@ class CrossAttention(nn.Module):
         self.key_value = make_linear(config.key_value)
         self.output = make_linear(config.output)
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding."""
-        return self.query.rounding(num_tokens)
+    @property
+    def entry(self) -> LinearMethod:
+        """See InputReader.entry."""
+        return self.query
 
     def forward(self, hidden: LinearInput, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads]."""

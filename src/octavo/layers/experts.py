@@ -31,13 +31,12 @@ from octavo.ops.experts import (
     RouterKernel,
     RouterWeights,
 )
+from octavo.ops.linear import LinearInput
 from octavo.ops.quantized import (
     FormError,
     GroupedInt,
-    LinearInput,
     MxFloat4,
     QuantizedWeight,
-    Rounding,
     ScaledFloat8,
 )
 from octavo.registry import EXPERTS_METHODS
@@ -394,9 +393,10 @@ class MixtureOfExperts(nn.Module):
             make_linear(LinearConfig(config.hidden_size, (1,))) if config.shared_gate else None
         )
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding: the router reads inputs as they are."""
-        return Rounding.NONE
+    @property
+    def entry(self) -> None:
+        """See InputReader.entry: the router and the experts read the input."""
+        return None
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""

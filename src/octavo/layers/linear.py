@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,17 @@ from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarge
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import (
+    LinearInput,
     LinearKernel,
+    NormingKernel,
     RoundingKernel,
     make_linear_kernel,
     make_quantized_kernel,
     make_rounding_kernel,
 )
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import (
     FormError,
-    LinearInput,
     QuantizedWeight,
     RoundedInputs,
     Rounding,
@@ -65,10 +67,23 @@ class LinearMethod(WeightOwner):
         """As `forward`, of inputs that are rounded in the way that `rounding` says."""
         raise NotImplementedError
 
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """Whether `forward_normed` is to compute with so many tokens.
+
+        norms_branch: whether there is a `branch_weight`.
+        """
+        return False
+
+    def forward_normed(self, x: DeferredNorm, epilogue: Epilogue) -> Tensor:
+        """As `forward`, of the norm of x; writes x.total, if there is one."""
+        raise NotImplementedError
+
     def project(self, x: LinearInput, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
-        """`forward`, or `forward_rounded` of what is rounded already."""
+        """`forward`, `forward_rounded` or `forward_normed`, by what is to be done with x."""
         if isinstance(x, RoundedInputs):
             return self.forward_rounded(x, epilogue)
+        if isinstance(x, DeferredNorm):
+            return self.forward_normed(x, epilogue)
         return self.forward(x, epilogue)
 
     def forward_partial(self, x: Tensor) -> Tensor:
@@ -119,9 +134,24 @@ class Projection(LinearMethod):
         """See LinearMethod.forward_partial."""
         return self._kernel.apply_partial(x, self.bias)
 
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """See LinearMethod.norms_inputs."""
+        kernel = self._norming_kernel
+        return kernel is not None and kernel.norms_inputs(num_tokens, norms_branch)
+
+    def forward_normed(self, x: DeferredNorm, epilogue: Epilogue) -> Tensor:
+        """See LinearMethod.forward_normed."""
+        assert self._norming_kernel is not None
+        return self._norming_kernel.apply_normed(x, self.bias, epilogue)
+
     def kernels(self) -> Sequence[object]:
         """See WeightOwner.kernels."""
         return (self._kernel,)
+
+    @cached_property
+    def _norming_kernel(self) -> NormingKernel | None:
+        """Kept, because such a check is slow."""
+        return self._kernel if isinstance(self._kernel, NormingKernel) else None
 
 
 class PlainLinear(Projection):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from octavo.layers.config import Activation, MLPConfig
-from octavo.layers.linear import make_linear
+from octavo.layers.linear import LinearMethod, make_linear
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.quantized import LinearInput, Rounding
+from octavo.ops.linear import LinearInput
 
 PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
     "relu": Epilogue.RELU,
@@ -32,9 +32,10 @@ class DenseMLP(nn.Module):
         self.epilogue = epilogues[config.activation]
         self.down = make_linear(config.down)
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding."""
-        return self.up.rounding(num_tokens)
+    @property
+    def entry(self) -> LinearMethod:
+        """See InputReader.entry."""
+        return self.up
 
     def forward(self, hidden: LinearInput) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import NormConfig
+from octavo.layers.linear import LinearMethod
 from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
-from octavo.ops.norm import Affine
-from octavo.ops.quantized import LinearInput, RoundedInputs, Rounding
+from octavo.ops.linear import LinearInput
+from octavo.ops.norm import Affine, DeferredNorm
+from octavo.ops.quantized import RoundedInputs, Rounding
 from octavo.parallel import Shard
 
 # What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
@@ -26,8 +28,9 @@ Branches = Tensor | tuple[Tensor, Tensor]
 class InputReader(Protocol):
     """What a norm's result is for."""
 
-    def rounding(self, num_tokens: int) -> Rounding:
-        """See LinearMethod.rounding."""
+    @property
+    def entry(self) -> LinearMethod | None:
+        """The projection that is the only one to read it; None: several do."""
 
 
 class Norm(WeightOwner):
@@ -48,6 +51,7 @@ class Norm(WeightOwner):
         self.weight = _parameter(config.size) if config.affine else None
         self.bias = _parameter(config.size) if has_bias else None
         self._branch_norm: tuple[Norm, ...] = ()
+        self._loaded: Tensor | None = None  # the scale without offset, of fewer bytes
 
     def finalize(self) -> None:
         """Apply offset and multiplier to the loaded weights.
@@ -56,9 +60,11 @@ class Norm(WeightOwner):
         the parameters.
         """
         offset, multiplier = self.config.offset, self.config.multiplier
+        weight, bias = self.weight, self.bias
+        if weight is not None and multiplier == 1:
+            self._loaded = weight.detach()
         if offset == 0 and multiplier == 1:
             return
-        weight, bias = self.weight, self.bias
         assert weight is not None, "offset and multiplier need a scale that they are put into"
         del self.weight, self.bias
         self.weight = (weight.float() + offset) * multiplier
@@ -88,9 +94,19 @@ class Norm(WeightOwner):
     def forward_for(
         self, reader: InputReader, hidden: Branches, residual: Tensor | None = None
     ) -> tuple[LinearInput, Tensor]:
-        """As `forward`, with the result rounded as `reader` takes it."""
+        """As `forward`, with the result in the form that `reader` takes.
+
+        If it takes a DeferredNorm, it writes the second result, which has a memory of its own.
+        """
+        entry = reader.entry
+        if entry is None:
+            return self.forward(hidden, residual)
         first = hidden[0] if isinstance(hidden, tuple) else hidden
-        rounding = reader.rounding(first.shape[-2])
+        num_tokens = first.shape[-2]
+        deferred = self._deferred(hidden, residual, entry)
+        if deferred is not None:
+            return deferred, deferred.x if deferred.total is None else deferred.total
+        rounding = entry.rounding(num_tokens)
         if rounding is Rounding.NONE:
             return self.forward(hidden, residual)
         (values, scales), residual = self._normalise(hidden, residual, rounding=rounding)
@@ -115,6 +131,35 @@ class Norm(WeightOwner):
             reduction=self.reduction,
         )
         return residual
+
+    def _deferred(
+        self, hidden: Branches, residual: Tensor | None, entry: LinearMethod
+    ) -> DeferredNorm | None:
+        """What `entry` needs to do what `_normalise` does; None: it is not to do that."""
+        if not isinstance(hidden, Tensor) or hidden.dim() != 2:
+            return None
+        branch = None if residual is None else self._branch_norm
+        if not self._is_deferrable or not entry.norms_inputs(len(hidden), bool(branch)):
+            return None
+        assert self._loaded is not None
+        return DeferredNorm(
+            hidden,
+            self._loaded,
+            self.eps,
+            self.config.offset,
+            residual,
+            None if residual is None else torch.empty_like(residual),
+            branch[0]._loaded if branch else None,
+        )
+
+    @cached_property
+    def _is_deferrable(self) -> bool:
+        """Whether DeferredNorm has words for what this norm does; asked for after `finalize`."""
+        norms = (self, *self._branch_norm)
+        is_plain = self.is_rms and self.reduction is None
+        return is_plain and all(
+            each._loaded is not None and each.config.offset == self.config.offset for each in norms
+        )
 
     def _normalise(
         self,

@@ -24,7 +24,10 @@ from torch import Tensor
 
 from octavo.ops.cpu import int8, onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import QuantizedWeight, RoundedInputs, Rounding
+
+LinearInput = Tensor | RoundedInputs | DeferredNorm
 
 
 class LinearKernel(Protocol):
@@ -52,6 +55,17 @@ class RoundingKernel(LinearKernel, Protocol):
 
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """As `apply`, of inputs that are rounded in the way that `rounding` says."""
+
+
+@runtime_checkable
+class NormingKernel(LinearKernel, Protocol):
+    """Applies the RMS norm of its inputs itself where that takes less time than a norm's kernel."""
+
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """Whether it does so for so many tokens; norms_branch: if there is a `branch_weight`."""
+
+    def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """As `apply`, of the norm of x; writes x.total, if there is one."""
 
 
 class TorchLinear:

@@ -21,6 +21,20 @@ class Affine(NamedTuple):
     bias: Tensor | None = None
 
 
+class DeferredNorm(NamedTuple):
+    """Inputs of a projection that applies their RMS norm itself, with the addition to the residual
+    stream before it; the arguments are those of `norm`."""
+
+    x: Tensor  # [1, size], dense
+    weight: Tensor  # [size], as the checkpoint has it
+    eps: float
+    offset: float  # added to both weights
+    # [1, size] each, dense; None: x itself is normalised
+    residual: Tensor | None = None
+    total: Tensor | None = None  # where the projection writes residual + x, for those that follow
+    branch_weight: Tensor | None = None  # [size], of an RMS norm of x before it is added
+
+
 def norm(
     x: Tensor,
     affine: Affine | None,

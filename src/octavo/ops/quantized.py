@@ -56,9 +56,6 @@ class RoundedInputs(NamedTuple):
     scales: Tensor
 
 
-LinearInput = Tensor | RoundedInputs
-
-
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """Round x [num_tokens, in_features], in plain torch."""
     size = x.shape[-1]

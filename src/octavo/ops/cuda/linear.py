@@ -21,10 +21,11 @@ import triton
 from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
-from octavo.ops.cuda.linear_gemv import linear_one
+from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.norm import DeferredNorm
 
 # Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
 # their sum does (benchmarks/logits_error.py).
@@ -54,6 +55,16 @@ class CudaLinear:
         """See LinearKernel.apply_partial."""
         return linear_partial(x, self._weight, bias)
 
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """See NormingKernel.norms_inputs."""
+        is_served = num_tokens == 1 and self._weight.is_contiguous()
+        num_rows, size = self._weight.shape
+        return is_served and pays_to_norm(num_rows, size, norms_branch)
+
+    def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See NormingKernel.apply_normed."""
+        return linear_one(x, self._weight, bias, epilogue)
+
 
 def linear(
     x: Tensor,
@@ -73,11 +84,9 @@ def linear(
         [num_tokens, out_features], half as wide for a gated epilogue.
     """
     num_tokens, size = x.shape
-    num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     if num_tokens == 1 and _is_dense(x, weight):
-        out = x.new_empty((1, num_rows))
-        linear_one(x, weight, bias, out, epilogue)
-        return out
+        return linear_one(x, weight, bias, epilogue)
+    num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     tiles = choose_tiles(num_tokens, num_rows, size, epilogue) if _is_fast(x, weight) else None
     if tiles is None:
         return _plain(x, weight, bias, epilogue)

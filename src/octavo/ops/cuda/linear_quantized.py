@@ -29,7 +29,7 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
-from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one
+from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -56,6 +56,7 @@ from octavo.ops.cuda.quantized_tiles import (
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
 from octavo.ops.tuning import Answers, Question
 
@@ -242,11 +243,21 @@ class QuantizedCudaLinear:
         choice = self._choose(len(x.values), epilogue)
         return self._multiply_rounded(x, bias, epilogue, choice, is_partial=False)
 
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """See NormingKernel.norms_inputs."""
+        is_served = num_tokens == 1 and self._scales is not None
+        num_rows, size = self._stored.shape
+        return is_served and pays_to_norm(num_rows, size, norms_branch, is_float8=True)
+
+    def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See NormingKernel.apply_normed."""
+        return linear_one(x, self._stored.weight, bias, epilogue, scales=self._scales)
+
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
         if num_tokens == 1 and self._scales is not None:
-            return self._apply_one(x, bias, Epilogue.NONE, self._scales)
+            return linear_one(x, stored.weight, bias, Epilogue.NONE, scales=self._scales)
         choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self.rounding(num_tokens)
         if rounding is not Rounding.NONE:
@@ -301,20 +312,12 @@ class QuantizedCudaLinear:
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         if len(x) == 1 and self._scales is not None:
-            return self._apply_one(x, bias, epilogue, self._scales)
+            return linear_one(x, self._stored.weight, bias, epilogue, scales=self._scales)
         rounding = self.rounding(len(x))
         if rounding is not Rounding.NONE:
             return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
         return self._multiply(x, bias, epilogue, choice)
-
-    def _apply_one(
-        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, scales: Scales
-    ) -> Tensor:
-        weight = self._stored.weight
-        out = x.new_empty((1, len(weight) // 2 if epilogue.is_gated else len(weight)))
-        linear_one(x, weight, bias, out, epilogue, scales=scales)
-        return out
 
     def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
         place = bisect_left(SIZES, num_tokens), epilogue.is_gated
