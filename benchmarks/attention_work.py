@@ -58,6 +58,9 @@ class DirectStaging:
     def flush(self) -> None:
         """See Staging.flush: everything has been uploaded."""
 
+    def release(self) -> None:
+        """See Staging.release: nothing is uploaded again."""
+
 
 @dataclass
 class Work:

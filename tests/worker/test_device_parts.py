@@ -276,7 +276,9 @@ def test_blocks_move_in_the_order_of_the_plan() -> None:
     staging.begin()
     copies = cache.stage(plan.copies, staging)
     staging.flush()
-    cache.move(plan, copies).wait()
+    swapped = cache.move(plan, copies)
+    assert swapped is not None
+    swapped.wait()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert cache.blocks[:, 0, 0, 0].tolist() == [0, 2, 2, 9, 4, 5, 6, 2, 1, 9]

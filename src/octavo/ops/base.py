@@ -255,6 +255,9 @@ class Staging(Protocol):
     def flush(self) -> None:
         """Upload what was put; the device computes with it from here on."""
 
+    def release(self) -> None:
+        """What the device is given from here on does not read what was flushed last."""
+
 
 class HostStaging:
     """For devices that compute where the arrays are: nothing is copied."""
@@ -266,6 +269,9 @@ class HostStaging:
 
     def flush(self) -> None:
         """See Staging.flush."""
+
+    def release(self) -> None:
+        """See Staging.release."""
 
     def put(
         self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
