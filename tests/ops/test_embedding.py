@@ -20,7 +20,8 @@ def test_vectors_are_rows_of_the_table(
     ids = torch.tensor([49, 0, 7, 7, 31], device=device)
     expected = F.embedding(ids, table)
     assert torch.equal(embed(ids, table), expected)
-    assert torch.equal(embed(ids, table, factor=50.75), expected * 50.75)
+    # The interpreter rounds to bfloat16 otherwise than torch.
+    torch.testing.assert_close(embed(ids, table, factor=50.75), expected * 50.75, rtol=2**-7, atol=0)
     assert embed(ids[:0], table).shape == (0, size)
 
 

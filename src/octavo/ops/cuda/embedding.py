@@ -50,9 +50,8 @@ def _embed_kernel(
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
     row = tl.load(ids + token) - first
-    is_held = (row >= 0) & (row < num_rows)
-    values = tl.load(table + row * size + columns, mask=inside & is_held, other=0.0)
+    held = tl.where((row >= 0) & (row < num_rows), size, 0)
+    values = tl.load(table + row * size + columns, mask=columns < held, other=0.0)
     values = (values.to(tl.float32) * factor).to(out.dtype.element_ty)
-    tl.store(out + token * size + columns, values, mask=inside)
+    tl.store(out + token * size + columns, values, mask=columns < size)
