@@ -13,15 +13,15 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [40, 1100])
-def test_vectors_are_rows_of_the_table(
-    device: torch.device, dtype: torch.dtype, size: int
-) -> None:
+def test_vectors_are_rows_of_the_table(device: torch.device, dtype: torch.dtype, size: int) -> None:
     table = torch.randn(50, size, device=device).to(dtype)
     ids = torch.tensor([49, 0, 7, 7, 31], device=device)
     expected = F.embedding(ids, table)
     assert torch.equal(embed(ids, table), expected)
     # The interpreter rounds to bfloat16 otherwise than torch.
-    torch.testing.assert_close(embed(ids, table, factor=50.75), expected * 50.75, rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        embed(ids, table, factor=50.75), expected * 50.75, rtol=2**-7, atol=0
+    )
     assert embed(ids[:0], table).shape == (0, size)
 
 

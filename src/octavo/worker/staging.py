@@ -142,7 +142,10 @@ class UploadStaging:
         if not self._copied:
             self._upload()
             return
-        current, copied = torch.cuda.current_stream(self._device.device), self._copied[self._current]
+        current, copied = (
+            torch.cuda.current_stream(self._device.device),
+            self._copied[self._current],
+        )
         if self._is_released:
             self._stream.wait_event(self._released)
             with torch.cuda.stream(self._stream):

@@ -483,7 +483,7 @@ def _decode_kernel(
             )  # fmt: skip
             blocks = rest_blocks
             rest = begin + EARLY * TILE
-        if EARLY > 1:
+        if EARLY > 1:  # noqa: SIM102 - which tiles there are is known when this is compiled
             if begin + TILE < end:
                 top, total, acc, upper = _attend(
                     q, up, second_k, second_v, top, total, acc, upper,

@@ -205,8 +205,8 @@ def decode_items(
 def item_capacity(num_seqs: int, num_splits: int) -> int:
     """Items that `decode_items` gives for so many sequences, used or not.
 
-    One sequence is cut into `num_splits` at most; several, into less than 1 + their keys / (2/3 of an
-    even share) each.
+    One sequence is cut into `num_splits` at most; several, into less than 1 + their keys / (2/3 of
+    an even share) each.
     """
     if num_seqs == 1:
         return num_splits

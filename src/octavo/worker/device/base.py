@@ -81,8 +81,8 @@ class PendingTokens(ABC):
         """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
 
     def stage_results(self, staging: Staging) -> Tensor:
-        """Put where the next `deliver` writes: a tensor of the host, int64 [1 + max_num_seqs], which
-        has other values again some steps later. For devices with graphs, as `deliver`."""
+        """Put where the next `deliver` writes: a tensor of the host, int64 [1 + max_num_seqs], for
+        other values again some steps later. Of devices with graphs, as `deliver`."""
         raise NotImplementedError
 
     def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
