@@ -200,10 +200,8 @@ class ModelRunner:
             table_update = batch.stage_tables()
             if previous is not None:
                 previous.finish_draw()  # as late as can be: masks may still be missing
-            staging.flush()
+            staging.flush(None if table_update is None else table_update.carry_out)
             self._draw_staging.flush()
-            if table_update is not None:
-                table_update.carry_out()
             started = device.moment()
             swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:

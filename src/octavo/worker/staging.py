@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,10 +138,10 @@ class UploadStaging:
             self._released.record(torch.cuda.current_stream(self._device.device))
             self._is_released = True
 
-    def flush(self) -> None:
+    def flush(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.flush."""
         if not self._copied:
-            self._upload()
+            self._upload(then)
             return
         current, copied = (
             torch.cuda.current_stream(self._device.device),
@@ -149,19 +150,21 @@ class UploadStaging:
         if self._is_released:
             self._stream.wait_event(self._released)
             with torch.cuda.stream(self._stream):
-                self._upload()
+                self._upload(then)
                 copied.record(self._stream)
             current.wait_event(copied)
         else:
-            self._upload()
+            self._upload(then)
             copied.record(current)
         self._is_released = False
 
-    def _upload(self) -> None:
+    def _upload(self, then: Callable[[], None] | None) -> None:
         host = self._hosts[self._current]
         for part in (slice(0, self._used), slice(self._used_from, len(self._device))):
             if part.start < part.stop:
                 self._device[part].copy_(host[part], non_blocking=True)
+        if then is not None:
+            then()
 
     def _reserve(self, name: str, dtype: np.dtype[Any], capacity: int, of_tokens: bool) -> _Region:
         num_bytes = capacity * dtype.itemsize
