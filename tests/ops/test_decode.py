@@ -45,8 +45,8 @@ def scratch(num_places: int, kv_heads: int, group: int, dim: int, device: torch.
 def configs(device: torch.device, dtype: torch.dtype, group: int, dim: int) -> list[DecodeConfig]:
     if device.type == "cpu":
         return [
-            DecodeConfig(16, 1, num_stages=1, num_programs=8, num_early=num_early)
-            for num_early in (0, 1, 2)
+            DecodeConfig(16, 1, num_stages=1, num_programs=8, is_early=is_early)
+            for is_early in (False, True)
         ]
     found = [decode_config(dtype, dim, group, num_pairs) for num_pairs in (1, 100, 1000)]
     return list(dict.fromkeys(found))

@@ -210,7 +210,7 @@ class TritonBackend:
                 work,
                 is_causal=not shape.reads_encoder,
                 min_split=config.min_split,
-                at_once=at_once if config.num_early else None,
+                at_once=at_once if config.is_early else None,
             )
             max_splits = max(1, MAX_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS

@@ -109,7 +109,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     num_programs: int  # that the keys are split for
-    num_early: int = 0  # tiles that are loaded before the preceding kernels have ended: up to two
+    is_early: bool = False  # loads its first tile before the preceding kernels have ended
     min_split: int = MIN_SPLIT  # keys that a split has at least
     combined: int = 32  # elements of partial results that a thread combines at once
 
@@ -122,7 +122,7 @@ class DecodeConfig:
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
         """For how many splits the keys of all sequences are cut at most; at_once: see above."""
         even = max(1, self.num_programs // num_kv_heads)
-        return max(even, num_seqs * at_once) if self.num_early else even
+        return max(even, num_seqs * at_once) if self.is_early else even
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def decode_config(
         return DecodeConfig(64, 1, num_stages=2, num_programs=MAX_PROGRAMS)
     if num_pairs <= 8 and not is_fp8 and dtype != torch.float32 and group <= 16 and padded <= 256:
         tile = 64 if padded <= 128 else 32
-        return DecodeConfig(tile, 4, 2, _SMS, num_early=2, min_split=tile, combined=128)
+        return DecodeConfig(tile, 4, 2, _SMS, is_early=True, min_split=tile, combined=128)
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
     is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
@@ -372,7 +372,7 @@ def _decode_kernel(
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PAIRED: see `_load_tile`. EARLY: so many tiles are loaded before the preceding kernels have
+    """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
     ended."""
     allow_next(PDL)
     head = tl.program_id(0)
@@ -390,19 +390,13 @@ def _decode_kernel(
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
-    if EARLY > 0:
+    if EARLY:
         # Earlier steps have written the cached keys, and a step begins when all before have ended.
         rest_blocks = tile_blocks(table, begin + TILE, end, TILE, BLOCK_SIZE)
         first_k, first_v = _load_tile(
             keys, values, blocks, begin, end, block_stride,
             TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, True,
         )  # fmt: skip
-    if EARLY > 1:
-        second_k, second_v = _load_tile(
-            keys, values, rest_blocks, begin + TILE, end, block_stride,
-            TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, True,
-        )  # fmt: skip
-        rest_blocks = tile_blocks(table, begin + 2 * TILE, end, TILE, BLOCK_SIZE)
     # Constants, too: later, their layouts would be changed one after the other before queries load.
     c, s = load_angles(position, cos, sin, DIM_PAD, ROTARY_HALF, INTERLEAVED)
     q_weight, q_partner_weight = load_weights(
@@ -475,21 +469,14 @@ def _decode_kernel(
         if PAIRED:
             acc, upper = tl.split(tl.reshape(acc, [ROWS, DIM_PAD // 2, 2]))
         rest = begin
-        if EARLY > 0:
+        if EARLY:
             top, total, acc, upper = _attend(
                 q, up, first_k, first_v, top, total, acc, upper,
                 begin, end, position, scale, cap, slope, bias,
                 TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
             )  # fmt: skip
             blocks = rest_blocks
-            rest = begin + EARLY * TILE
-        if EARLY > 1:  # noqa: SIM102 - which tiles there are is known when this is compiled
-            if begin + TILE < end:
-                top, total, acc, upper = _attend(
-                    q, up, second_k, second_v, top, total, acc, upper,
-                    begin + TILE, end, position, scale, cap, slope, bias,
-                    TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
-                )  # fmt: skip
+            rest = begin + TILE
         for first in tl.range(rest, end, TILE):
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
@@ -614,7 +601,7 @@ def decode_attention(
         MAX_DISTANCE=scores.max_distance,
         PRECISION=precision_of(query.dtype),
         PAIRED=kv_scales is not None and head_dim % 2 == 0,
-        EARLY=config.num_early,
+        EARLY=config.is_early,
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -13,6 +13,7 @@ from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS
 Int32s = NDArray[np.int32]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
+UNSPLIT_TILES = 2  # that take less time one after the other than splits and combining them
 FEW_TILES = 8  # of a split: with more, another round of combining takes less time than they do
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
 # Lengths of a split to try, in multiples of an even share.
@@ -149,7 +150,8 @@ def decode_items(
     more; which keys an item reads depends on the context lengths. Keys that `cascade` covers are
     left out, and its partial results count as the first splits of a sequence. is_causal: the last
     key is that of the new token itself; otherwise all keys are cached, and there is no new one.
-    at_once: a sequence gets no more splits than these, while they have few tiles each.
+    at_once: a sequence gets no more splits than these, while they have few tiles each, and a short
+    one a single split.
     """
     tokens, rows, contexts, _ = seqs
     capacity = item_capacity(max(len(tokens), num_padded), num_splits)
@@ -163,8 +165,12 @@ def decode_items(
         assert starts is None, "no cascades where a window moves over the keys"
         starts = cascade.ends
     lens = positions if starts is None else positions - starts  # cached keys that the query sees
-    if at_once is not None and int(lens.max()) <= at_once * FEW_TILES * tile:
-        num_splits = min(num_splits, at_once * len(tokens))
+    if at_once is not None:
+        longest = int(lens.max())
+        if longest <= UNSPLIT_TILES * tile:
+            min_split = longest
+        if longest <= at_once * FEW_TILES * tile:
+            num_splits = min(num_splits, at_once * len(tokens))
     splits, sizes = _split(lens, tile, num_splits, min_split)
     # The largest splits come first, so that programs end at about the same time.
     order = (-sizes).argsort(kind="stable")
