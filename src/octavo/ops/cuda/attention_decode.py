@@ -83,6 +83,7 @@ from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
     ITEM_FIELDS,
     LOWEST,
+    REREAD,
     halves,
     in_float16,
     key_offsets,
@@ -378,15 +379,16 @@ def _decode_kernel(
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
-    token = tl.load(item)
-    table += tl.load(item + 1).to(tl.int64) * table_stride
-    begin = tl.load(item + 2)
-    end = tl.load(item + 3)
-    position = tl.load(item + 4)
-    split = tl.load(item + 5)
-    num_splits = tl.load(item + 6)
-    first_place = tl.load(item + 7)
-    new_block = tl.load(table + tl.maximum(position, 0) // BLOCK_SIZE)
+    token = tl.load(item, eviction_policy=REREAD)
+    table += tl.load(item + 1, eviction_policy=REREAD).to(tl.int64) * table_stride
+    begin = tl.load(item + 2, eviction_policy=REREAD)
+    end = tl.load(item + 3, eviction_policy=REREAD)
+    position = tl.load(item + 4, eviction_policy=REREAD)
+    split = tl.load(item + 5, eviction_policy=REREAD)
+    num_splits = tl.load(item + 6, eviction_policy=REREAD)
+    first_place = tl.load(item + 7, eviction_policy=REREAD)
+    of_new = table + tl.maximum(position, 0) // BLOCK_SIZE
+    new_block = tl.load(of_new, eviction_policy=REREAD)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
