@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
-_BLOCK = 256
+_BLOCK = 128  # an element per thread
 
 
 @triton.jit
