@@ -202,7 +202,9 @@ class ModelRunner:
                 previous.finish_draw()  # as late as can be: masks may still be missing
             staging.flush(None if table_update is None else table_update.carry_out)
             self._draw_staging.flush()
-            started = device.moment()
+            started = (
+                device.moment() if previous is None else previous.end_ahead() or device.moment()
+            )
             swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:
                 self._encode(plan.encoded)
@@ -551,6 +553,11 @@ class StepInFlight:
     def follow(self, draw: Callable[[], None]) -> None:
         """Call `draw` as soon as this step's tokens are known: those of the next depend on them."""
         self.followed_by = draw
+
+    def end_ahead(self) -> Moment | None:
+        """The step's end, if the device still has to get there: the next step begins then, so that
+        it needs no moment of its own, which would take the device some microseconds."""
+        return None if self.ended is None or self.ended.is_reached() else self.ended
 
     def finish_draw(self) -> None:
         """Start to draw the tokens, if only masks were missing."""

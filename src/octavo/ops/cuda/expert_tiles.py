@@ -156,11 +156,11 @@ def programs_of_one_token(size: int, bits: int, slots: int = 1) -> OneTokenProgr
     Measured on 2026-11-22 on one H200, of Qwen3-30B-A3B: of eight kinds, what is chosen is the
     fastest in bfloat16 (22.2 us for both kernels; 22.3 to 25.2) and in FP8 (16.5; 16.6 to 21.8).
     """
-    most = 2048 if bits == 16 else 1024
+    most = 2048 if bits == 16 and size > 2048 else 1024
     columns = max(BLOCK, min(power_of_2(size), _ONE_TOKEN_ELEMENTS // slots, most))
     while -size % columns > size // 4 and columns >= 2 * BLOCK:
         columns //= 2  # less padding
     ahead = max(1, min(4, _ONE_TOKEN_ELEMENTS // (slots * columns)))
     if bits == 8:
-        return OneTokenPrograms(2 if slots > 1 else 1, columns, ahead, 8 if slots > 1 else 2)
+        return OneTokenPrograms(2 if slots > 1 else 1, columns, ahead, 4 if slots > 1 else 2)
     return OneTokenPrograms(1, columns, ahead, warps=4)

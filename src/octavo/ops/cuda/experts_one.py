@@ -14,12 +14,10 @@ from torch import Tensor
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import programs_of_one_token
 from octavo.ops.cuda.expert_weights import ExpertMatrices
-from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_previous
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
-
-WAVES = 3  # of programs of the second kernel, of which the first fetches the weights of the others
 
 
 def mix_one(
@@ -78,8 +76,6 @@ def mix_one(
         AHEAD=min(programs.ahead, triton.cdiv(down.size, programs.columns)),
         SCALE_ROWS=down.scale_rows,
         SCALE_COLUMNS=down.scale_columns,
-        WAVES=WAVES,
-        LINES=min(32, power_of_2(triton.cdiv(down.size * down.values.element_size(), 128))),
         num_warps=programs.warps,
         **options,
     )
@@ -226,8 +222,6 @@ def _down_one_kernel(
     AHEAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-    WAVES: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The weighted sum of the token's experts, into out [num_rows]; x [TOP_K, size].
@@ -239,8 +233,7 @@ def _down_one_kernel(
     slots = tl.arange(0, SLOTS)
     is_slot = slots < TOP_K
     columns = tl.arange(0, BLOCK)
-    known = tl.minimum(slots, TOP_K - 1)
-    experts = tl.load(ids + known, cache_modifier=".cg").to(tl.int64)
+    experts = tl.load(ids + slots, mask=is_slot, other=0, cache_modifier=".cg").to(tl.int64)
     shares = tl.load(scales + slots, mask=is_slot, other=0.0, cache_modifier=".cg")
     first_row = tl.program_id(0) * ROWS
     HAS_SCALES: tl.constexpr = weight_scales is not None
@@ -259,14 +252,6 @@ def _down_one_kernel(
             slot_scales = weight_scales + experts * scale_stride + number // SCALE_ROWS * num_scales
             row_scale = tl.load(slot_scales)
         row_scales += (row_scale,)  # type: ignore[assignment]
-    if PDL:
-        # Programs that find no room yet find their weights in the L2 cache.
-        ahead = tl.cdiv(tl.num_programs(0), WAVES)
-        if tl.program_id(0) < ahead:
-            for wave in tl.static_range(1, WAVES):
-                for row in tl.static_range(ROWS):
-                    number = tl.minimum(first_row + wave * ahead * ROWS + row, num_rows - 1)
-                    fetch_to_l2(weight + (experts * num_rows + number) * size, size, LINES)
     wait_previous(PDL)
     inputs = x + slots[:, None] * size + columns[None, :]
     loaded = ()

@@ -31,8 +31,6 @@ import torch
 import triton
 import triton.language as tl
 
-_LINE = tl.constexpr(128)  # bytes of the L2 cache that are fetched together
-
 
 @triton.jit
 def wait_previous(PDL: tl.constexpr):
@@ -46,24 +44,6 @@ def allow_next(PDL: tl.constexpr):
     """The next kernel of the stream may start once every program has got here or ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_to_l2(rows, size, LINES: tl.constexpr = 32):
-    """Have rows of `size` on their way, of pointers [n], while the preceding kernel ends; so many
-    lines of each with one instruction."""
-    places = rows.to(tl.int64)[:, None]
-    row_bytes = size * (rows.dtype.element_ty.primitive_bitwidth // 8)
-    for start in range(0, row_bytes, LINES * _LINE):
-        offsets = tl.minimum(start + tl.arange(0, LINES) * _LINE, row_bytes - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [places + offsets[None, :]],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @cache

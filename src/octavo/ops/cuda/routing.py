@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.expert_tiles import max_blocks, tokens_per_tile
-from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_previous
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
 from octavo.routing import RoutingConfig, Scoring
@@ -31,6 +31,7 @@ LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
 LOWEST_KEY = tl.constexpr(-(2**63))  # of experts that cannot be chosen, or have been
 NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
 MOST_RANKED = tl.constexpr(256)  # ids or experts that are compared with each other
+LINE = tl.constexpr(128)  # bytes of the L2 cache that are fetched together
 TILE_TOKENS = 16
 FEW_TOKENS = 256  # with more, programs compute more logits each
 SCANNED = 1024  # ids that the listing kernel looks at together
@@ -363,6 +364,23 @@ def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LI
     _count_hit(num_hit, total)
 
 
+@triton.jit
+def _fetch_to_l2(rows, size):
+    """Have rows of `size` on their way, of pointers [n], while the preceding kernel ends."""
+    places = rows.to(tl.int64)[:, None]
+    row_bytes = size * (rows.dtype.element_ty.primitive_bitwidth // 8)
+    for start in range(0, row_bytes, 32 * LINE):
+        offsets = tl.minimum(start + tl.arange(0, 32) * LINE, row_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [places + offsets[None, :]],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     x,
@@ -411,7 +429,7 @@ def _route_kernel(
     if TOKENS == 1:
         piece = tl.load(weight_places, mask=(columns < size)[None, :], other=0.0)
     elif PDL:
-        fetch_to_l2(weight + tl.minimum(experts, num_experts - 1) * size, size)
+        _fetch_to_l2(weight + tl.minimum(experts, num_experts - 1) * size, size)
     wait_previous(PDL)
     if TOKENS == 1:
         values = tl.load(x + columns, mask=columns < size, other=0.0)

@@ -62,6 +62,10 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_reached(self) -> bool:
+        """Whether the device has reached it."""
+        return self._event is None or self._event.query()
+
     def seconds_since(self, earlier: Moment) -> float:
         """Seconds of the device's time; both moments must have been reached."""
         if self._event is None or earlier._event is None:
