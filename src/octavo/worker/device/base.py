@@ -64,7 +64,7 @@ class Moment:
 
     def is_reached(self) -> bool:
         """Whether the device has reached it."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: Moment) -> float:
         """Seconds of the device's time; both moments must have been reached."""
