@@ -55,8 +55,13 @@ class DirectStaging:
     def begin(self) -> None:
         """See Staging.begin: nothing is kept."""
 
-    def flush(self) -> None:
+    def flush(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.flush: everything has been uploaded."""
+        if then is not None:
+            then()
+
+    def release(self) -> None:
+        """See Staging.release: nothing is uploaded again."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ from octavo.ops.reference.attention import ReferenceBackend
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.registry import EXECUTORS
 from octavo.structured.constraint import Words
-from octavo.worker.device.base import Moment
+from octavo.worker.device.base import Moment, PendingTokens
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
@@ -96,7 +96,7 @@ class Picker(CpuDrawer):
         return token_ids
 
 
-class Kept:
+class Kept(PendingTokens):
     """See PendingTokens: no token matters to this model."""
 
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:

@@ -218,7 +218,9 @@ def quantized_projections() -> None:
 
 
 def draws() -> None:
-    """Greedy, random and limited draws, of whole rows, with masks."""
+    """Greedy, random and limited draws, of whole rows, with masks; and what becomes of tokens."""
+    from octavo.ops.cuda.embedding import embed
+    from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
 
     rows, size = 3, 50_272
@@ -239,6 +241,11 @@ def draws() -> None:
         for is_greedy, is_limited in ((True, False), (False, False), (False, True)):
             how = replace(asked, is_greedy=is_greedy, is_limited=is_limited)
             sample(torch.zeros(rows, size, dtype=dtype), how)
+    places = torch.zeros(rows, dtype=torch.int32)
+    fill_pending(zeros, places, zeros)
+    keep_tokens(zeros, places, zeros)
+    keep_tokens(zeros, places, zeros, zeros[:1], zeros[:1])
+    embed(zeros, torch.zeros(size, 64, dtype=torch.bfloat16), 5, 8.0)
 
 
 def experts() -> None:

@@ -30,6 +30,7 @@ def small_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter rows are short; they should still take several programs."""
     if device.type == "cpu":
         monkeypatch.setattr(sampling, "CHUNK", 64)
+        monkeypatch.setattr(sampling, "SMALL_CHUNK", 32)
         monkeypatch.setattr(candidates, "CHUNK", 64)
 
 

@@ -72,6 +72,21 @@ def test_a_sequence_alone_fills_the_card_and_equal_ones_fill_it_once() -> None:
     assert count(1, 100) == 1
 
 
+def test_few_sequences_get_as_many_splits_as_are_combined_at_once() -> None:
+    def count(num_seqs: int, context: int) -> int:
+        seqs = sequences(np.full(num_seqs, context), np.ones(num_seqs))
+        given = decode_items(seqs, None, 64, 16, 33 * num_seqs, min_split=64, at_once=16)
+        return int((given.items[:, 0] >= 0).sum())
+
+    assert count(1, 129) == 1  # two tiles
+    assert count(1, 130) == 3
+    assert count(1, 1025) == 16
+    assert count(1, 1026) == 9  # of two tiles each, but the last
+    assert count(2, 1026) == 18
+    assert count(1, 64 * 16 * 8 + 1) == 16
+    assert 16 < count(1, 64 * 16 * 8 + 2) <= 33
+
+
 @pytest.mark.parametrize("window", [None, 33])
 def test_prefills_cover_each_token_once(window: int | None) -> None:
     lens, cached = np.array([2, 70, 5, 300]), np.array([90, 0, 1000, 64])

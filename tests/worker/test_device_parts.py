@@ -69,6 +69,24 @@ def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
         staging.put("c", np.zeros(1, np.int64), 1 << 13)
 
 
+@pytest.mark.parametrize("releases", [True, False])
+def test_a_step_reads_its_own_arrays_while_later_ones_are_uploaded(releases: bool) -> None:
+    staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=8, num_bytes=1 << 14)
+    table = torch.zeros(100, dtype=torch.int64, device=DEVICE)
+    read = []
+    for step in range(6):
+        staging.begin()
+        values = staging.put("values", np.full(100, step), 100)
+        staging.flush(lambda values=values: table.copy_(values))  # type: ignore[misc]
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(2_000_000)  # while the host goes on
+        read.append((values.clone(), table.clone()))
+        if releases:
+            staging.release()
+    for step, found in enumerate(read):
+        assert all((each == step).all() for each in found)
+
+
 def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
     staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=500, num_bytes=1 << 14)
     addresses: dict[bool, set[int]] = {False: set(), True: set()}
@@ -276,7 +294,9 @@ def test_blocks_move_in_the_order_of_the_plan() -> None:
     staging.begin()
     copies = cache.stage(plan.copies, staging)
     staging.flush()
-    cache.move(plan, copies).wait()
+    swapped = cache.move(plan, copies)
+    assert swapped is not None
+    swapped.wait()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert cache.blocks[:, 0, 0, 0].tolist() == [0, 2, 2, 9, 4, 5, 6, 2, 1, 9]

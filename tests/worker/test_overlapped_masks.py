@@ -27,6 +27,7 @@ from octavo.ops.communicator import SingleRank
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
 from octavo.structured.output import StructuredOutput
+from octavo.worker.device.base import PendingTokens
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
@@ -54,7 +55,7 @@ class Drawer(CpuDrawer):
         return super().draw(logits, draws, vocabulary)
 
 
-class Pending:
+class Pending(PendingTokens):
     """See PendingTokens."""
 
     def __init__(self, num_rows: int) -> None:

@@ -46,6 +46,10 @@ class Embedding(WeightOwner):
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [num_tokens] -> [num_tokens, size]; of a shard, 0 for rows that others hold."""
+        if self.weight.device.type == "cuda":
+            from octavo.ops.cuda.embedding import embed
+
+            return embed(ids, self.weight, self.start, self._factor)
         if self.shard.size == 1:
             vectors = F.embedding(ids, self.weight)
         else:

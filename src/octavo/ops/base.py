@@ -8,7 +8,7 @@ can copy and swap whole blocks without knowing what is in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -252,8 +252,15 @@ class Staging(Protocol):
     def begin(self) -> None:
         """Start a new step."""
 
-    def flush(self) -> None:
-        """Upload what was put; the device computes with it from here on."""
+    def flush(self, then: Callable[[], None] | None = None) -> None:
+        """Upload what was put; the device computes with it from here on.
+
+        then: launches what comes directly after the upload; it may change what no kernel reads that
+            was given to the device since the last `release`.
+        """
+
+    def release(self) -> None:
+        """What the device is given from here on does not read what was flushed last."""
 
 
 class HostStaging:
@@ -264,8 +271,13 @@ class HostStaging:
     def begin(self) -> None:
         """See Staging.begin."""
 
-    def flush(self) -> None:
+    def flush(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.flush."""
+        if then is not None:
+            then()
+
+    def release(self) -> None:
+        """See Staging.release."""
 
     def put(
         self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False

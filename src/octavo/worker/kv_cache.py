@@ -67,15 +67,16 @@ class KVCache:
             staged = torch.from_numpy(fields).to(self.blocks.device)
         return list(torch.split(staged.view(-1, _FIELDS), [len(run) for run in runs]))
 
-    def move(self, plan: StepPlan, copies: Sequence[Tensor]) -> Moment:
+    def move(self, plan: StepPlan, copies: Sequence[Tensor]) -> Moment | None:
         """Carry out a plan's moves: swap out, swap in, copy; what a later one reads, an earlier
         one may just have written. `copies` is what `stage` made of the plan's. Returns the end of
-        swapping."""
+        swapping; None if nothing is swapped."""
+        swapped = None
         if plan.swap_out or plan.swap_in:
             with self._device.swapping():
                 _copy_runs(self.blocks, self.swapped, plan.swap_out)
                 _copy_runs(self.swapped, self.blocks, plan.swap_in)
-        swapped = self._device.moment()
+            swapped = self._device.moment()
         for run in copies:
             self._device.copy_blocks(self.blocks, run)
         return swapped

@@ -34,6 +34,7 @@ from octavo.ops import (
     CascadeSegments,
     LayerPlace,
     PaddedSizes,
+    Staging,
     cached_dtype,
     make_backend,
 )
@@ -82,6 +83,7 @@ class StagedStep(NamedTuple):
     sampling: StagedSampling | None  # None: no row reaches its end
     masked: list[MaskedRow]  # rows whose tokens need masks
     sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
+    results: Tensor | None  # the host's: where a graph that draws writes; see stage_results
 
 
 class ModelRunner:
@@ -139,7 +141,10 @@ class ModelRunner:
         }
         self._device = device
         self._model = model
+        # What the model reads, and what is read when tokens are drawn: each is uploaded while the
+        # device still computes with the other one of the step before.
         self._staging = device.staging(scheduler, len(shapes))
+        self._draw_staging = device.staging(scheduler, 0)
         self.kv_cache = KVCache(
             *num_blocks,
             (layout.layers_per_block, *block_shape),
@@ -166,16 +171,15 @@ class ModelRunner:
             masks.prepare()
         self._batch = InputBatch(tables, num_rows, self._staging, masks, encoder is not None)
         vocabulary = VocabularyShard(vocab_size, communicator)
-        drawer = device.drawer(self._staging, vocab_size)
-        self._sampler = Sampler(drawer, self._staging, vocabulary)
+        drawer = device.drawer(self._draw_staging, vocab_size)
+        self._sampler = Sampler(drawer, self._draw_staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
         self._under_way: StepInFlight | None = None
         self._graphs = graphs
         if graphs is not None:
-            # What captured steps leave: hidden states of the last tokens, and what is drawn.
+            # What captured steps leave: hidden states of the last tokens.
             most, place = scheduler.max_num_seqs, device.torch_device
             self._hidden = torch.zeros((most, model_config.hidden_size), dtype=dtype, device=place)
-            self._drawn = torch.zeros(most, dtype=torch.int64, device=place)
             self._capture(graphs)
         if model.num_hit_experts is not None:
             model.num_hit_experts.zero_()
@@ -189,17 +193,19 @@ class ModelRunner:
         with torch.inference_mode(), device.computing:
             batch.apply(plan)
             staging.begin()
+            self._draw_staging.begin()
             chunks = batch.prompt_chunks(plan)
             staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
             copies = self.kv_cache.stage(plan.copies, staging)
             table_update = batch.stage_tables()
             if previous is not None:
                 previous.finish_draw()  # as late as can be: masks may still be missing
-            staging.flush()
-            if table_update is not None:
-                table_update.carry_out()
-            started = device.moment()
-            swapped = self.kv_cache.move(plan, copies)
+            staging.flush(None if table_update is None else table_update.carry_out)
+            self._draw_staging.flush()
+            started = (
+                device.moment() if previous is None else previous.end_ahead() or device.moment()
+            )
+            swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:
                 self._encode(plan.encoded)
             step = StepInFlight(plan, batch, started, swapped)
@@ -217,7 +223,12 @@ class ModelRunner:
                     self._model, hidden, chunks, self._sampler.vocabulary, device.to_host
                 )
                 if self._model.num_hit_experts is not None:
-                    step.num_hit_experts = device.to_host(self._model.num_hit_experts)
+                    step.num_hit_experts = (
+                        device.to_host(self._model.num_hit_experts)
+                        if staged.results is None
+                        else staged.results[:1]
+                    )
+            staging.release()
             step.drawn = batch.advance(plan)
             draw = partial(self._start_draw, step, staged, hidden, masks)
             if awaits_tokens:
@@ -257,14 +268,14 @@ class ModelRunner:
                 attention = replace(attention, padded=captured.mixed)
         input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
         self._backend.plan(attention)
-        logits_indices = hidden_indices = sampling = sampled_rows = None
+        logits_indices = hidden_indices = sampling = sampled_rows = results = None
         masked: list[MaskedRow] = []
         if not (plan.only_decodes and ending == plan.seq_ids):
-            indices = self._stage_indices(batch.logits_indices(plan, ending), captured)
+            indices = batch.logits_indices(plan, ending)
             if decodes or wants_all:
-                hidden_indices = indices
+                hidden_indices = self._stage_indices(indices, captured, self._draw_staging)
             else:
-                logits_indices = indices
+                logits_indices = self._stage_indices(indices, captured, self._staging)
         if ending:
             how = batch.sampling_batch(plan.sampled, plan.expanded)
             sampling = self._sampler.stage(how)
@@ -273,6 +284,8 @@ class ModelRunner:
             if self._pending is not None and plan.sampled:
                 padded_rows = inputs.rows if decodes and plan.sampled == plan.seq_ids else None
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
+                if self._graphs is not None and sampling.is_plain:
+                    results = self._pending.stage_results(self._draw_staging)
         return StagedStep(
             captured,
             input_ids,
@@ -283,6 +296,7 @@ class ModelRunner:
             sampling,
             masked,
             sampled_rows,
+            results,
         )
 
     def _stage_inputs(
@@ -302,13 +316,14 @@ class ModelRunner:
             staged_rows,
         )
 
-    def _stage_indices(self, indices: Int64s, captured: Captured | None) -> Tensor:
+    def _stage_indices(
+        self, indices: Int64s, captured: Captured | None, staging: Staging
+    ) -> Tensor:
         """Where the tokens stand whose logits are needed; token 0 if there are none, because
         CausalLM.forward needs one."""
         num_indices = max(1, len(indices))
         if captured is not None and captured.mixed is not None:
             num_indices = self._num_indices(captured.mixed)
-        staging = self._staging
         values = _padded(indices, num_indices)
         return staging.put("logits_indices", values, staging.max_num_seqs)
 
@@ -316,7 +331,7 @@ class ModelRunner:
         self, plan: StepPlan, padded_rows: Int32s | None, sampling: StagedSampling
     ) -> Tensor:
         """The rows of `plan.sampled`; padded_rows: the same with padding, if they are known."""
-        staging = self._staging
+        staging = self._draw_staging
         rows = padded_rows
         if rows is None:
             rows = self._batch.rows_of(plan.sampled).astype(np.int32)
@@ -395,6 +410,7 @@ class ModelRunner:
                     edited = batch.with_texts(plan.ending, sampling.batch.edited)
                     sampling = sampling._replace(batch=replace(sampling.batch, edited=edited))
                 choice = self._choose(plan, staged, sampling, words, hidden)
+            self._draw_staging.release()
             choice.read_back(device.to_host)
             step.choice, step.ended = choice, device.moment()
 
@@ -422,7 +438,8 @@ class ModelRunner:
             self._sampler.drawer.take_masks(masks)
         work = partial(self._draw_captured, sampling.mode, staged.sampled_rows)
         graphs.run((sampling.mode, len(staged.sampled_rows)), work)
-        return Choice(self._drawn[:n])
+        assert staged.results is not None, "staged with the rows"
+        return Choice(staged.results[1 : 1 + n], is_delivered=True)
 
     # ---------------------------------------------------------------- captured steps
 
@@ -465,8 +482,9 @@ class ModelRunner:
 
     def _stage_padding(self, captured: Captured) -> StagedStep:
         """Upload a step that is padding alone."""
-        batch, staging = self._batch, self._staging
+        batch, staging, drawing = self._batch, self._staging, self._draw_staging
         staging.begin()
+        drawing.begin()
         nothing = StepPlan(-1, [], [], [], [])
         inputs = batch.model_input(nothing, 0 if captured.mixed else captured.size)
         attention = replace(inputs.attention, padded=captured.mixed)
@@ -477,9 +495,12 @@ class ModelRunner:
         self._backend.plan(attention)
         sampling = self._sampler.stage(batch.sampling_batch([], []))
         rows = np.zeros(staging.max_num_seqs, np.int32)
-        sampled_rows = staging.put("sampled_rows", rows, len(rows))
+        sampled_rows = drawing.put("sampled_rows", rows, len(rows))
         indices = staging.put("logits_indices", rows.astype(np.int64), len(rows))
+        assert self._pending is not None, "graphs are for devices that keep tokens"
+        results = self._pending.stage_results(drawing)
         staging.flush()
+        drawing.flush()
         return StagedStep(
             captured,
             *staged_inputs,
@@ -488,6 +509,7 @@ class ModelRunner:
             sampling=sampling,
             masked=[],
             sampled_rows=None if captured.mixed else sampled_rows[: captured.size],
+            results=results,
         )
 
     def _replay(self, captured: Captured, staged: StagedStep) -> Tensor:
@@ -506,8 +528,7 @@ class ModelRunner:
         logits = self._model.logits(self._hidden[:size])
         token_ids = self._sampler.draw_captured(logits, mode)
         assert self._pending is not None, "graphs are for devices that keep tokens"
-        self._pending.keep(token_ids, rows)
-        self._drawn[:size].copy_(token_ids)
+        self._pending.deliver(token_ids, rows, self._model.num_hit_experts)
 
 
 class StepInFlight:
@@ -532,6 +553,11 @@ class StepInFlight:
     def follow(self, draw: Callable[[], None]) -> None:
         """Call `draw` as soon as this step's tokens are known: those of the next depend on them."""
         self.followed_by = draw
+
+    def end_ahead(self) -> Moment | None:
+        """The step's end, if the device still has to get there: the next step begins then, so that
+        it needs no moment of its own, which would take the device some microseconds."""
+        return None if self.ended is None or self.ended.is_reached() else self.ended
 
     def finish_draw(self) -> None:
         """Start to draw the tokens, if only masks were missing."""

@@ -157,12 +157,19 @@ class StagedSampling(NamedTuple):
 class Choice:
     """What a step has chosen, on the device and, after `read_back`, soon on the host."""
 
-    def __init__(self, token_ids: Tensor, firsts: tuple[Int64s, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        firsts: tuple[Int64s, Tensor] | None = None,
+        is_delivered: bool = False,
+    ) -> None:
         """token_ids int64 [num_draws], row by row.
 
         `firsts`: where each row's draws begin, on host and device; None: each row has one.
+        is_delivered: token_ids is the host's, where the device writes them.
         """
         self._token_ids = token_ids
+        self._is_delivered = is_delivered
         self._best: tuple[Tensor, Tensor] | None = None
         self.logprobs: dict[int, list[TokenLogprobs]] = {}  # one entry per draw
         self._firsts = None if firsts is None else firsts[0]
@@ -186,7 +193,8 @@ class Choice:
 
     def read_back(self, to_host: Callable[[Tensor], Tensor]) -> None:
         """Start the copies to the host."""
-        self._token_ids = to_host(self._token_ids)
+        if not self._is_delivered:
+            self._token_ids = to_host(self._token_ids)
         if self._best is not None:
             self._best = (to_host(self._best[0]), to_host(self._best[1]))
 

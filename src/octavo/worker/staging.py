@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,9 @@ class UploadStaging:
     """Owns a buffer on the device and several of the same size in pinned memory.
 
     A step calls `begin`, `put` for each of its arrays, and `flush`. A name always has the
-    same address, so captured graphs find the arrays of any step. The upload runs in stream order:
-    after the kernels of the previous step, which may still read what it replaces.
+    same address, so captured graphs find the arrays of any step. The upload runs after the kernels
+    that may still read what it replaces: those before the previous `release`, on a stream of its
+    own, so that it is done when the device gets to the step; without one, all of the stream.
 
     Arrays that grow with sequences lie at the beginning of the buffers, and those that grow with
     tokens at their end, where steps that only decode put nothing: they upload some KB in place of
@@ -84,6 +86,10 @@ class UploadStaging:
         self._free_end = num_bytes
         self._current = 0
         self._used, self._used_from = 0, num_bytes  # of the beginning; of the end
+        self._is_released = False
+        if is_gpu:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Start a new step with the next buffer, once that is no longer being uploaded."""
@@ -126,14 +132,39 @@ class UploadStaging:
         assert length <= region.capacity, f"{name}: {length} is beyond {region.capacity}"
         return region.device[:length]
 
-    def flush(self) -> None:
+    def release(self) -> None:
+        """See Staging.release."""
+        if self._copied:
+            self._released.record(torch.cuda.current_stream(self._device.device))
+            self._is_released = True
+
+    def flush(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.flush."""
+        if not self._copied:
+            self._upload(then)
+            return
+        current, copied = (
+            torch.cuda.current_stream(self._device.device),
+            self._copied[self._current],
+        )
+        if self._is_released:
+            self._stream.wait_event(self._released)
+            with torch.cuda.stream(self._stream):
+                self._upload(then)
+                copied.record(self._stream)
+            current.wait_event(copied)
+        else:
+            self._upload(then)
+            copied.record(current)
+        self._is_released = False
+
+    def _upload(self, then: Callable[[], None] | None) -> None:
         host = self._hosts[self._current]
         for part in (slice(0, self._used), slice(self._used_from, len(self._device))):
             if part.start < part.stop:
                 self._device[part].copy_(host[part], non_blocking=True)
-        if self._copied:
-            self._copied[self._current].record(torch.cuda.current_stream(self._device.device))
+        if then is not None:
+            then()
 
     def _reserve(self, name: str, dtype: np.dtype[Any], capacity: int, of_tokens: bool) -> _Region:
         num_bytes = capacity * dtype.itemsize

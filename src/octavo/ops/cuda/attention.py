@@ -198,7 +198,8 @@ class TritonBackend:
                 self._is_fp8,
             )
             alignment = tile_alignment(config.tile, shape.block_size)
-            num_splits = max(1, config.num_programs // kv_heads)
+            at_once = config.combined_splits(shape.group, shape.head_dim)
+            num_splits = config.num_splits(num_seqs, kv_heads, at_once)
             decodes = decode_items(
                 seqs,
                 shape.window,
@@ -209,6 +210,7 @@ class TritonBackend:
                 work,
                 is_causal=not shape.reads_encoder,
                 min_split=config.min_split,
+                at_once=at_once if config.is_early else None,
             )
             max_splits = max(1, MAX_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS

@@ -83,6 +83,7 @@ from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
     ITEM_FIELDS,
     LOWEST,
+    REREAD,
     halves,
     in_float16,
     key_offsets,
@@ -112,6 +113,17 @@ class DecodeConfig:
     is_early: bool = False  # loads its first tile before the preceding kernels have ended
     min_split: int = MIN_SPLIT  # keys that a split has at least
     combined: int = 32  # elements of partial results that a thread combines at once
+
+    def combined_splits(self, group: int, head_dim: int) -> int:
+        """How many splits of `group` query heads are combined at once."""
+        num_held = self.num_warps * 32 * self.combined
+        size = power_of_2(group) * max(16, power_of_2(head_dim))
+        return min(_MOST_COMBINED, max(1, num_held // size))
+
+    def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
+        """For how many splits the keys of all sequences are cut at most; at_once: see above."""
+        even = max(1, self.num_programs // num_kv_heads)
+        return max(even, num_seqs * at_once) if self.is_early else even
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,15 +379,16 @@ def _decode_kernel(
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
-    token = tl.load(item)
-    table += tl.load(item + 1).to(tl.int64) * table_stride
-    begin = tl.load(item + 2)
-    end = tl.load(item + 3)
-    position = tl.load(item + 4)
-    split = tl.load(item + 5)
-    num_splits = tl.load(item + 6)
-    first_place = tl.load(item + 7)
-    new_block = tl.load(table + tl.maximum(position, 0) // BLOCK_SIZE)
+    token = tl.load(item, eviction_policy=REREAD)
+    table += tl.load(item + 1, eviction_policy=REREAD).to(tl.int64) * table_stride
+    begin = tl.load(item + 2, eviction_policy=REREAD)
+    end = tl.load(item + 3, eviction_policy=REREAD)
+    position = tl.load(item + 4, eviction_policy=REREAD)
+    split = tl.load(item + 5, eviction_policy=REREAD)
+    num_splits = tl.load(item + 6, eviction_policy=REREAD)
+    first_place = tl.load(item + 7, eviction_policy=REREAD)
+    of_new = table + tl.maximum(position, 0) // BLOCK_SIZE
+    new_block = tl.load(of_new, eviction_policy=REREAD)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
@@ -551,7 +564,6 @@ def decode_attention(
     assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
     group_pad = power_of_2(group)
     dim_pad = max(16, power_of_2(head_dim))
-    num_held = config.num_warps * 32 * config.combined
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
         key,
@@ -582,7 +594,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         ROWS=max(16, group_pad),
-        CHUNK=min(_MOST_COMBINED, max(1, num_held // (group_pad * dim_pad))),
+        CHUNK=config.combined_splits(group, head_dim),
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         INTERLEAVED=changes.interleaved,

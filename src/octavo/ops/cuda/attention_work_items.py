@@ -13,6 +13,8 @@ from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS
 Int32s = NDArray[np.int32]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
+UNSPLIT_TILES = 2  # that take less time one after the other than splits and combining them
+FEW_TILES = 8  # of a split: with more, another round of combining takes less time than they do
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
 # Lengths of a split to try, in multiples of an even share.
 _SPLIT_SIZES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)
@@ -140,6 +142,7 @@ def decode_items(
     cascade: CascadeWork | None = None,
     is_causal: bool = True,
     min_split: int = MIN_SPLIT,
+    at_once: int | None = None,
 ) -> DecodeWork:
     """The work items of decodes, as `decode_attention` reads them; the last may be empty.
 
@@ -147,6 +150,8 @@ def decode_items(
     more; which keys an item reads depends on the context lengths. Keys that `cascade` covers are
     left out, and its partial results count as the first splits of a sequence. is_causal: the last
     key is that of the new token itself; otherwise all keys are cached, and there is no new one.
+    at_once: a sequence gets no more splits than these, while they have few tiles each, and a short
+    one a single split.
     """
     tokens, rows, contexts, _ = seqs
     capacity = item_capacity(max(len(tokens), num_padded), num_splits)
@@ -160,6 +165,12 @@ def decode_items(
         assert starts is None, "no cascades where a window moves over the keys"
         starts = cascade.ends
     lens = positions if starts is None else positions - starts  # cached keys that the query sees
+    if at_once is not None:
+        longest = int(lens.max())
+        if longest <= UNSPLIT_TILES * tile:
+            min_split = longest
+        if longest <= at_once * FEW_TILES * tile:
+            num_splits = min(num_splits, at_once * len(tokens))
     splits, sizes = _split(lens, tile, num_splits, min_split)
     # The largest splits come first, so that programs end at about the same time.
     order = (-sizes).argsort(kind="stable")
@@ -200,8 +211,11 @@ def decode_items(
 def item_capacity(num_seqs: int, num_splits: int) -> int:
     """Items that `decode_items` gives for so many sequences, used or not.
 
-    A sequence is cut into less than 1 + its keys / (2/3 of an even share) splits.
+    One sequence is cut into `num_splits` at most; several, into less than 1 + their keys / (2/3 of
+    an even share) each.
     """
+    if num_seqs == 1:
+        return num_splits
     return num_seqs + 3 * num_splits // 2 + 1
 
 

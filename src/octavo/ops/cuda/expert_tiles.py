@@ -153,14 +153,15 @@ def choose_tiles(
 def programs_of_one_token(size: int, bits: int, slots: int = 1) -> OneTokenPrograms:
     """What programs take of weights with rows of `size`, of `slots` matrices each.
 
-    Measured on 2026-11-22 on one H200, of Qwen3-30B-A3B: of eight kinds, what is chosen is the
-    fastest in bfloat16 (22.2 us for both kernels; 22.3 to 25.2) and in FP8 (16.5; 16.6 to 21.8).
+    Measured on 2026-11-23 on one H200, of Qwen3-30B-A3B, with routing, which takes 4.3 us: what is
+    chosen is the fastest in bfloat16 (25.5 us; 25.7 to 31.7) and in FP8 (20.0; 20.2 to 24.6) of
+    some ten kinds of programs for either kernel; bfloat16's two choices were measured apart.
     """
-    most = 2048 if bits == 16 else 1024
+    most = 2048 if bits == 16 and size > 2048 else 1024
     columns = max(BLOCK, min(power_of_2(size), _ONE_TOKEN_ELEMENTS // slots, most))
     while -size % columns > size // 4 and columns >= 2 * BLOCK:
         columns //= 2  # less padding
     ahead = max(1, min(4, _ONE_TOKEN_ELEMENTS // (slots * columns)))
     if bits == 8:
-        return OneTokenPrograms(2 if slots > 1 else 1, columns, ahead, 8 if slots > 1 else 2)
-    return OneTokenPrograms(1, columns, ahead, warps=4)
+        return OneTokenPrograms(2 if slots > 1 else 1, columns, ahead, 4 if slots > 1 else 2)
+    return OneTokenPrograms(2 if slots > 1 else 1, columns, ahead, 8 if slots > 1 else 4)

@@ -236,7 +236,10 @@ def _down_one_kernel(
     experts = tl.load(ids + slots, mask=is_slot, other=0, cache_modifier=".cg").to(tl.int64)
     shares = tl.load(scales + slots, mask=is_slot, other=0.0, cache_modifier=".cg")
     first_row = tl.program_id(0) * ROWS
+    HAS_SCALES: tl.constexpr = weight_scales is not None
+    # Weights and scales of all rows, then inputs: no load waits for what another row has stored.
     pieces = ()
+    row_scales = ()
     for row in tl.static_range(ROWS):
         number = tl.minimum(first_row + row, num_rows - 1)
         places = weight + (experts * num_rows + number)[:, None] * size + columns[None, :]
@@ -244,36 +247,41 @@ def _down_one_kernel(
             inside = is_slot[:, None] & (columns < size - i * BLOCK)[None, :]
             piece = tl.load(places + i * BLOCK, mask=inside, other=0.0)
             pieces += (piece,)  # type: ignore[assignment]
+        row_scale = 1.0
+        if HAS_SCALES and SCALE_COLUMNS == 0:
+            slot_scales = weight_scales + experts * scale_stride + number // SCALE_ROWS * num_scales
+            row_scale = tl.load(slot_scales)
+        row_scales += (row_scale,)  # type: ignore[assignment]
     wait_previous(PDL)
-    HAS_SCALES: tl.constexpr = weight_scales is not None
+    inputs = x + slots[:, None] * size + columns[None, :]
+    loaded = ()
+    for i in tl.static_range(AHEAD):
+        inside = is_slot[:, None] & (columns < size - i * BLOCK)[None, :]
+        values = tl.load(inputs + i * BLOCK, mask=inside, other=0.0)
+        loaded += (values,)  # type: ignore[assignment]
     for row in tl.static_range(ROWS):
         number = tl.minimum(first_row + row, num_rows - 1)
         places = weight + (experts * num_rows + number)[:, None] * size + columns[None, :]
         slot_scales = None
-        row_scale = 1.0
         if HAS_SCALES:
             slot_scales = weight_scales + experts * scale_stride + number // SCALE_ROWS * num_scales
-            if SCALE_COLUMNS == 0:
-                row_scale = tl.load(slot_scales)
             slot_scales = slot_scales[:, None]
         if SCALE_COLUMNS > 0:
             acc = tl.zeros([SLOTS], tl.float32)
         else:
             acc = tl.zeros([SLOTS, BLOCK], tl.float32)
         for i in tl.static_range(AHEAD):
-            start = i * BLOCK
-            inside = is_slot[:, None] & (columns < size - start)[None, :]
-            values = tl.load(x + slots[:, None] * size + start + columns, mask=inside, other=0.0)
-            found = _scales_of(slot_scales, start, num_scales, BLOCK, SCALE_COLUMNS)
+            found = _scales_of(slot_scales, i * BLOCK, num_scales, BLOCK, SCALE_COLUMNS)
             piece = pieces[row * AHEAD + i]
-            acc = _added(acc, piece, values.to(tl.float32), found, start, SCALE_COLUMNS)
+            values = loaded[i].to(tl.float32)
+            acc = _added(acc, piece, values, found, i * BLOCK, SCALE_COLUMNS)
         for start in range(AHEAD * BLOCK, size, BLOCK):
             inside = is_slot[:, None] & (columns < size - start)[None, :]
             piece = tl.load(places + start, mask=inside, other=0.0)
-            values = tl.load(x + slots[:, None] * size + start + columns, mask=inside, other=0.0)
+            values = tl.load(inputs + start, mask=inside, other=0.0).to(tl.float32)
             found = _scales_of(slot_scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-            acc = _added(acc, piece, values.to(tl.float32), found, start, SCALE_COLUMNS)
-        y = _total(acc, row_scale, HAS_SCALES, SCALE_COLUMNS)
+            acc = _added(acc, piece, values, found, start, SCALE_COLUMNS)
+        y = _total(acc, row_scales[row], HAS_SCALES, SCALE_COLUMNS)
         if bias is not None:
             biases = tl.load(bias + experts * num_rows + number, mask=is_slot, other=0.0)
             y += biases.to(tl.float32)

@@ -13,6 +13,8 @@ import triton.language as tl
 from octavo.ops.base import KVScales
 
 ITEM_FIELDS = 8  # int32s per work item
+# Of what each layer of a step reads again: it stays in the L2 cache while weights pass through.
+REREAD = tl.constexpr("evict_last")
 MEMBER_FIELDS = 4  # int32s per member of a cascade segment
 # Weights are at most 2**15 where they are multiplied as float16, whose smallest number is 2**-24.
 FLOAT16_WEIGHT = tl.constexpr(15.0)
@@ -124,14 +126,16 @@ def tile_blocks(table, first, end, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr)
     """
     lane = tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        return tl.load(table + first // BLOCK_SIZE, mask=first < end, other=0)
+        return tl.load(
+            table + first // BLOCK_SIZE, mask=first < end, other=0, eviction_policy=REREAD
+        )
     elif TILE % BLOCK_SIZE == 0:
         inside = first + lane // BLOCK_SIZE * BLOCK_SIZE < end
         index = first // BLOCK_SIZE + lane // BLOCK_SIZE
-        return tl.load(table + index, mask=inside, other=0)
+        return tl.load(table + index, mask=inside, other=0, eviction_policy=REREAD)
     else:
         key = first + lane
-        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0, eviction_policy=REREAD)
 
 
 @triton.jit

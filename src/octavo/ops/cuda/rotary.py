@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.cuda.paged import REREAD
+
 
 @triton.jit
 def _pair_of(dim, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -101,8 +103,8 @@ def load_angles(
         # Padding has no position; what it reads must be in the table all the same.
         first = tl.maximum(position, 0).to(tl.int64) * ROTARY_HALF
         angle = first + _pair_of(dim, ROTARY_HALF, INTERLEAVED)
-        c = tl.load(cos + angle, mask=rotated, other=1.0)
-        s = tl.load(sin + angle, mask=rotated, other=0.0)
+        c = tl.load(cos + angle, mask=rotated, other=1.0, eviction_policy=REREAD)
+        s = tl.load(sin + angle, mask=rotated, other=0.0, eviction_policy=REREAD)
     return c[None, :], s[None, :]
 
 

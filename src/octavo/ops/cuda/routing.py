@@ -334,6 +334,12 @@ def _choose_in_turn(
 
 
 @triton.jit
+def _count_hit(num_hit, count):
+    """An addition that nothing waits for, as the kernel's end would for a load."""
+    tl.atomic_add(num_hit, tl.cast(count, tl.int64), sem="relaxed")
+
+
+@triton.jit
 def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LISTED: tl.constexpr):
     """What `_list_kernel` writes, of at most LISTED ids, among which an expert has one block."""
     places = tl.arange(0, LISTED)
@@ -354,7 +360,7 @@ def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LI
     tl.store(ends + block, begin + count, mask=is_first)
     total = tl.sum(is_first.to(tl.int32), 0)
     tl.store(num_blocks, total)
-    tl.store(num_hit, tl.load(num_hit) + total)
+    _count_hit(num_hit, total)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -462,7 +468,7 @@ def _route_kernel(
         tl.store(weights + targets, chosen, mask=is_slot)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
-            tl.store(num_hit, tl.load(num_hit) + TOP_K)
+            _count_hit(num_hit, TOP_K)
         if rows is not None:
             tl.debug_barrier()
             _list_few(
@@ -524,4 +530,4 @@ def _list_kernel(
     if expert == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
         hit = tl.sum((counts > 0).to(tl.int64), 0)
-        tl.store(num_hit, tl.load(num_hit) + hit)
+        _count_hit(num_hit, hit)

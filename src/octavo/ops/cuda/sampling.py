@@ -30,6 +30,8 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.vocabulary import VocabularyShard, pack
 
 CHUNK = 4096  # logits that a program works on
+# Of few draws, which are a matter of latency: many small programs.
+SMALL_CHUNK, FEW_DRAWS = 1024, 8
 NO_TOKEN = tl.constexpr(-1)
 
 
@@ -67,7 +69,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
     if num_draws == 0:
         return token_ids
-    chunk = min(CHUNK, power_of_2(vocab_size))
+    chunk = _chunk_size(num_draws, vocab_size)
     num_chunks = triton.cdiv(vocab_size, chunk)
     peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=logits.device)
     peak_ids = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=logits.device)
@@ -129,7 +131,7 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=device)
     if num_draws == 0:
         return token_ids
-    chunk = min(CHUNK, power_of_2(vocabulary.num_rows))
+    chunk = _chunk_size(num_draws, vocabulary.num_rows)
     own = triton.cdiv(vocabulary.num_rows, chunk)  # as many chunks on all ranks
     first, num_chunks = own * communicator.shard.rank, own * communicator.shard.size
     pdl, stride = launch_options(device), logits.stride(0)
@@ -175,6 +177,11 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     return token_ids if draws.is_greedy else vocabulary.largest(token_ids)
 
 
+def _chunk_size(num_draws: int, num_logits: int) -> int:
+    """Logits of a row that a program works on, of `num_logits` on this rank."""
+    return min(SMALL_CHUNK if num_draws <= FEW_DRAWS else CHUNK, power_of_2(num_logits))
+
+
 @triton.jit(do_not_specialize=["num_chunks", "first_token"])
 def _peak_kernel(
     logits,
@@ -208,7 +215,9 @@ def _peak_kernel(
         values = tl.where(kept, values, -float("inf"))
         never = tl.full((CHUNK,), -float("inf"), tl.float32).to(logits.dtype.element_ty)
         tl.store(start + ids, never, mask=(ids < vocab_size) & (kept == 0))
-    peak, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    # One after the other: reducing pairs of both takes more operations for each logit.
+    peak = tl.max(values, 0)
+    place = tl.min(tl.where(values == peak, tl.arange(0, CHUNK), CHUNK), 0)
     tl.store(peaks + draw * num_chunks + chunk, peak)
     tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)
 

@@ -62,6 +62,10 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_reached(self) -> bool:
+        """Whether the device has reached it."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def seconds_since(self, earlier: Moment) -> float:
         """Seconds of the device's time; both moments must have been reached."""
         if self._event is None or earlier._event is None:
@@ -69,14 +73,25 @@ class Moment:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class PendingTokens(Protocol):
+class PendingTokens(ABC):
     """Owns the token drawn last for each row, where the next step finds it before the host does."""
 
+    @abstractmethod
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:
         """Replace input_ids[i], int64 [n], by the token of rows[i], int32, where it is negative."""
 
+    @abstractmethod
     def keep(self, token_ids: Tensor, rows: Tensor) -> None:
         """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
+
+    def stage_results(self, staging: Staging) -> Tensor:
+        """Put where the next `deliver` writes: a tensor of the host, int64 [1 + max_num_seqs], for
+        other values again some steps later. Of devices with graphs, as `deliver`."""
+        raise NotImplementedError
+
+    def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
+        """As `keep`; and write counter, int64 [1], and the tokens to the host."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

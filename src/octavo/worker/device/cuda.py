@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from octavo.worker.device.base import (
     Device,
     MakeRunner,
     Moment,
+    PendingTokens,
 )
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
 from octavo.worker.device.cuda_sampling import CudaDrawer
@@ -38,6 +40,7 @@ from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
+_NUM_RESULTS = 8  # of steps in flight, of which there are three at most
 HOPPER = 9  # the capability's first number, of GPUs that ops/cuda has quantized products for
 
 
@@ -207,11 +210,18 @@ class CudaDevice(Device):
         return host.copy_(values, non_blocking=True)
 
 
-class CudaPendingTokens:
-    """See PendingTokens; row 0 is padding's."""
+class CudaPendingTokens(PendingTokens):
+    """See PendingTokens; row 0 is padding's.
+
+    Results are written into the host's memory by the kernel that keeps the tokens: a copy would
+    begin and end some microseconds later.
+    """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._results: list[Tensor] = []
+        self._address: Tensor | None = None  # on the device: of the results of the step
+        self._num_staged = 0
 
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:
         """See PendingTokens.fill."""
@@ -220,3 +230,21 @@ class CudaPendingTokens:
     def keep(self, token_ids: Tensor, rows: Tensor) -> None:
         """See PendingTokens.keep."""
         keep_tokens(token_ids, rows, self._last)
+
+    def stage_results(self, staging: Staging) -> Tensor:
+        """See PendingTokens.stage_results."""
+        if not self._results:
+            is_gpu = self._last.device.type == "cuda"
+            self._results = [
+                torch.zeros(1 + staging.max_num_seqs, dtype=torch.int64, pin_memory=is_gpu)
+                for _ in range(_NUM_RESULTS)
+            ]
+        self._num_staged += 1
+        results = self._results[self._num_staged % _NUM_RESULTS]
+        self._address = staging.put("results", np.array([results.data_ptr()]), 1)
+        return results
+
+    def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
+        """See PendingTokens.deliver."""
+        assert self._address is not None, "stage_results() comes before deliver()"
+        keep_tokens(token_ids, rows, self._last, self._address, counter)
