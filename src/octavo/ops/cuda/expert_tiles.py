@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
 
+# Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
+# up; beyond that it would take longer to write and read than it is worth.
+EXACT_TOKENS = 256
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6

@@ -23,7 +23,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import activate_gated
-from octavo.ops.cuda.expert_tiles import HopperTiles, Tiles, choose_hopper_tiles, choose_tiles
+from octavo.ops.cuda.expert_tiles import (
+    EXACT_TOKENS,
+    HopperTiles,
+    Tiles,
+    choose_hopper_tiles,
+    choose_tiles,
+)
 from octavo.ops.cuda.expert_weights import (
     BLOCK,
     FLOAT8,
@@ -46,9 +52,6 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 
-# Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
-# up; beyond that it would take longer to write and read than it is worth.
-EXACT_TOKENS = 256
 _REGISTERS = 65536  # of an SM
 NUM_SMS = 132
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)

@@ -176,19 +176,12 @@ def _pairs(tile, fields, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    acc,
-    out,
-    lists,
-    shares,
-    block,
-    row,
-    num_tokens,
-    num_outputs,
-    TOP_K: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Write acc [ROWS, TOKENS], outputs from `row` on, for a block's tokens."""
+def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
+    """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
+
+    target: first and last place, and numbers of tokens and outputs.
+    """
+    begin, end, num_tokens, num_outputs = target
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     LANES: gl.constexpr = ROWS // 8
@@ -196,18 +189,17 @@ def _store(
     STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
-    begins, ends, rows = lists[1], lists[2], lists[3]
     values = gl.convert_layout(acc, STORE)
-    places = gl.load(begins + block) + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
-    is_row = places < gl.load(ends + block)
+    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
+    is_row = places < end
     if GATED:
-        target = places
+        stored = places
     else:
         assigned = gl.load(rows + places, mask=is_row, other=0)
         values = values * gl.load(shares + assigned, mask=is_row, other=0.0)[None, :]
-        target = assigned % TOP_K * num_tokens + assigned // TOP_K
+        stored = assigned % TOP_K * num_tokens + assigned // TOP_K
     outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-    targets = out + target.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
+    targets = out + stored.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
     inside = is_row[None, :] & (outputs < num_outputs)[:, None]
     gl.store(targets, values.to(out.dtype.element_ty), mask=inside)
 
@@ -359,9 +351,11 @@ def _multiply(
             up = up + gl.load(places + up_rows).to(gl.float32)[:, None]
         if GATED:
             acc = _activate_gated(acc, up, EPILOGUE)
-        _store(acc, out, lists, shares, block, row, num_tokens, num_outputs, TOP_K, GATED)
+        places = gl.load(lists[1] + block), gl.load(lists[2] + block)
+        target = (places[0], places[1], num_tokens, num_outputs)
+        _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
         if not GATED:
-            _store(up, out, lists, shares, block, up_row, num_tokens, num_outputs, TOP_K, GATED)
+            _store(up, out, lists[3], shares, target, up_row, TOP_K, GATED)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "scale_stride"])

@@ -1,0 +1,573 @@
+"""MXFP4 experts on Hopper GPUs: grouped products of FP8 with weights that a table makes e4m3.
+
+Inputs are split beforehand, where the lists of routing.py have them: each row by a power of two of
+its own into an e4m3 number and, 32 times as large, the e4m3 number of what is left, which together
+have the bits of a bfloat16. So TMA fetches all that a product takes, and the tensor cores' right
+operand has two columns for each token, which are added in float32 after each BLOCK inputs: within
+them, tensor cores add products of FP8 with some 14 bits.
+
+Programs are as many as fit on the SMs, and each computes one tile after the other: ROWS rows of
+each of two matrices (expert_tables.py) times the tokens of a block. One warp fetches weights,
+another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into e4m3, the
+left operand in registers, by 10 operations for 8 weights and their scale, multiplies and stores.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from octavo.ops.cuda.expert_tables import MAX_SHIFT, ROWS, ExpertTables
+from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
+from octavo.ops.cuda.expert_weights import BLOCK
+from octavo.ops.cuda.experts_hopper import _store
+from octavo.ops.cuda.linear import _is_hopper
+from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.routing import BlockLists
+from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.experts import QuantizedExpertWeights, Routed
+from octavo.ops.quantized import MxFloat4
+
+logger = logging.getLogger(__name__)
+
+NUM_SMS = 132
+MAX_TOKENS = 64  # of a tile
+TOKENS_OF_ONE = 16  # of a tile, for one token
+PROGRAMS = {16: 4, 32: 2, 64: 2}  # that share an SM, by tokens of a tile
+_REGISTERS = 65536  # of an SM
+_SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
+_MAX_STAGES = 12
+_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
+_ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+
+
+def _assembly() -> str:
+    """PTX: words $8 to $11 of one row, with the shifts of its four groups in the octets of $12, ->
+    four e4m3 in each of $0 to $7, of which 2 c and 2 c + 1 are those of word c."""
+    lines = [".reg .b32 low, high, shift, small, large, t;"]
+    for c in range(4):
+        word = f"${8 + c}"
+        lines += [
+            f"prmt.b32 shift, $12, 0, 0x444{c};",
+            # e4m3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
+            "mad.lo.u32 small, shift, 0x01010100, 0x14100800;",
+            "mad.lo.u32 large, shift, 0x01010101, 0x24201C18;",
+            f"and.b32 low, {word}, 0x77777777;",
+            "shr.u32 high, low, 16;",
+            "prmt.b32 t, small, large, low;",
+            f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
+            "prmt.b32 t, small, large, high;",
+            f"shl.b32 high, {word}, 4;",
+            f"lop3.b32 ${2 * c + 1}, high, 0x80808080, t, 0xEA;",
+        ]
+    return "{" + "\n".join(lines) + "}"
+
+
+_TO_FLOAT8 = tl.constexpr(_assembly())
+
+
+@gluon.jit
+def split_kernel(
+    x,
+    halves,
+    scales,
+    rows,
+    size,
+    stride,
+    TOP_K: gl.constexpr,
+    GATHERS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A row of the lists in two e4m3 numbers, and what they are to be multiplied by.
+
+    Args:
+        x: if GATHERS [num_tokens, size], else [num_tokens * TOP_K, size] in the order of `rows`.
+        halves: e4m3 [num_tokens * TOP_K, 2, size].
+        scales: float32 [num_tokens * TOP_K].
+        COLUMNS: power of 2, at least `size`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    place = gl.program_id(0).to(gl.int64)
+    source = place
+    if GATHERS:
+        source = (gl.load(rows + place) // TOP_K).to(gl.int64)
+    columns = gl.arange(0, COLUMNS, layout=LAYOUT)
+    inside = columns < size
+    exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
+    largest = gl.max(gl.maximum(exact, -exact), 0)
+    exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
+    exact = exact * gl.exp2(-exponent)  # below 256
+    high = exact.to(gl.float8e4nv)
+    low = ((exact - high.to(gl.float32)) * _LOW).to(gl.float8e4nv)
+    targets = halves + place * 2 * size + columns
+    gl.store(targets, high, mask=inside)
+    gl.store(targets + size, low, mask=inside)
+    gl.store(scales + place, gl.exp2(exponent))
+
+
+@gluon.jit
+def _places(lists, tile, row_tiles, num_steps, TOKENS: gl.constexpr, PARTS: gl.constexpr):
+    """Where the tokens of a tile begin and end, and its steps: none without tokens."""
+    block = tile // row_tiles
+    begin = gl.load(lists[1] + block // PARTS, cache_modifier=".cg") + block % PARTS * TOKENS
+    end = gl.load(lists[2] + block // PARTS, cache_modifier=".cg")
+    return begin, end, gl.where(begin < end, num_steps, 0)
+
+
+@gluon.jit
+def _fetch(
+    weight,
+    shifts,
+    lists,
+    num_blocks,
+    buffers,
+    row_tiles,
+    num_steps,
+    TOKENS: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """The partition that loads weights."""
+    tiles, shift_tiles, ready, free = buffers
+    STAGES: gl.constexpr = tiles.shape[0]
+    BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        _begin, _end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+        expert = gl.load(lists[0] + tile // row_tiles // PARTS, cache_modifier=".cg")
+        first = (expert * row_tiles + tile % row_tiles) * num_steps
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready.index(stage), BYTES)
+            row = (first + k) * tiles.shape[1]
+            shift_row = (first + k) * shift_tiles.shape[1]
+            _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
+            _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _fetch_inputs(
+    x, lists, num_blocks, buffers, row_tiles, num_steps, PARTS: gl.constexpr, PDL: gl.constexpr
+):
+    """The partition that loads inputs."""
+    x_tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        begin, _end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+        for k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready.index(stage), x.block_type.nbytes)
+            _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _to_float8(words, shifts, LAYOUT: gl.constexpr):
+    """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
+    the tensor cores' left operand in registers."""
+    WORDS: gl.constexpr = words.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
+    none = gl.zeros(words.shape, gl.int32, WORDS)
+    # Of each word c and half h, e4m3 [ROWS, 16].
+    parts = gl.inline_asm_elementwise(
+        _TO_FLOAT8,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, none + shifts[:, None]],
+        dtype=(gl.float8e4nv,) * 8,
+        is_pure=True,
+        pack=4,
+    )
+    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
+    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
+    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
+    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _of_stage(tiles, shift_tiles, stage):
+    """The words and shifts of both matrices, as `_to_float8` takes them."""
+    ROWS: gl.constexpr = tiles.shape[1]
+    # A thread loads 16 bytes at once: the words of row r, and of r + 8, of its 4 e4m3 in 16; or the
+    # shifts of these rows of both matrices.
+    LANES: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    BOTH: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16]], LANES, WARPS, [], [ROWS, 32]
+    )
+    ONE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], LANES, WARPS, [], [ROWS, 16]
+    )
+    SHIFTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]],
+        [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]],
+        [[1, 0], [2, 0]],
+        [],
+        [ROWS // 16, 32],
+    )
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, ONE)
+    words = tiles.index(stage).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
+    shifts = shift_tiles.index(stage).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
+    first, second = gl.split(words)
+    own, second_own = gl.split(shifts.permute((0, 3, 1, 2)).reshape([ROWS, 2]))
+    return (
+        gl.convert_layout(first, ONE, assert_trivial=True),
+        gl.convert_layout(second, ONE, assert_trivial=True),
+        gl.convert_layout(own, BY_ROW, assert_trivial=True),
+        gl.convert_layout(second_own, BY_ROW, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _add(acc, part):
+    """acc [ROWS, TOKENS] plus part [ROWS, 2 TOKENS], which has both numbers of each token."""
+    high, low = gl.split(part.reshape([acc.shape[0], acc.shape[1], 2]))
+    return acc + high + low * (1.0 / _LOW)
+
+
+@gluon.jit
+def _multiply(
+    lists,
+    num_blocks,
+    buffers,
+    factors,
+    out,
+    shares,
+    shape,
+    num_tokens,
+    num_steps,
+    TOP_K: gl.constexpr,
+    PARTS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that multiplies."""
+    tiles, shift_tiles, x_tiles, ready, free = buffers
+    weight_factors, x_scales, bias = factors
+    num_outputs, row_tiles, num_rows, num_first = shape
+    STAGES: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    zeros = gl.zeros([ROWS, 2 * TOKENS], gl.float32, LAYOUT)
+    nothing, _nothing_low = gl.split(zeros.reshape([ROWS, TOKENS, 2]))
+    SUMS: gl.constexpr = nothing.type.layout
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        begin, end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+        expert = gl.load(lists[0] + tile // row_tiles // PARTS)
+        row = tile % row_tiles * ROWS
+        acc = nothing
+        second = nothing
+        for _k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
+            xs = x_tiles.index(stage).permute((1, 0))
+            values = _to_float8(words, own, LAYOUT)
+            part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
+            values = _to_float8(second_words, second_own, LAYOUT)
+            second_part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
+            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+            _barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            acc = _add(acc, part)
+            second = _add(second, second_part)
+            step += 1
+        # Rows beyond the end read the last one; their results are not stored.
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        own_rows = gl.minimum(rows, num_rows - 1)
+        second_rows = gl.minimum(num_first + rows, num_rows - 1)
+        tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
+        scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
+        places = expert.to(gl.int64) * num_rows
+        acc = acc * (scales * gl.load(weight_factors + places + own_rows)[:, None])
+        second = second * (scales * gl.load(weight_factors + places + second_rows)[:, None])
+        if bias is not None:
+            acc = acc + gl.load(bias + places + own_rows).to(gl.float32)[:, None]
+            second = second + gl.load(bias + places + second_rows).to(gl.float32)[:, None]
+        target = (begin, end, num_tokens, num_outputs)
+        if GATED:
+            acc = _activate_gated(acc, second, EPILOGUE)
+        _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
+        if not GATED:
+            _store(second, out, lists[3], shares, target, num_first + row, TOP_K, GATED)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def grouped_mx_kernel(
+    x,
+    weight,
+    shifts,
+    weight_factors,
+    x_scales,
+    bias,
+    out,
+    rows,
+    experts,
+    begins,
+    ends,
+    num_blocks,
+    shares,
+    num_tokens,
+    num_outputs,
+    num_rows,
+    num_first,
+    num_steps,
+    TOP_K: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Gates and ups with the activation, or down projections, of all blocks.
+
+    The preceding kernel has let this one start after its own wait: lists are older, and weights are
+    loaded at once.
+
+    Args:
+        x, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's tokens.
+        weight, shifts: descriptors of what a tile has in ExpertTables.
+        weight_factors: ExpertTables.factors.
+        out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, else
+            [TOP_K, num_tokens, num_outputs].
+        rows, experts, begins, ends, num_blocks: BlockLists.
+        shares: [num_tokens, TOP_K], weights of the results if not GATED.
+        PARTS: tiles of tokens in a block of the lists.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    TOKENS: gl.constexpr = x.block_type.shape[0] // 2
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, 32], weight.layout)
+    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [STAGES, _ROWS // 16, 32], shifts.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * TOKENS, _BLOCK], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    blocks = gl.load(num_blocks, cache_modifier=".cg") * PARTS
+    row_tiles = gl.cdiv(num_first, _ROWS)
+    lists = (experts, begins, ends, rows)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    lists,
+                    blocks,
+                    (tiles, shift_tiles, x_tiles, ready, free),
+                    (weight_factors, x_scales, bias),
+                    out,
+                    shares,
+                    (num_outputs, row_tiles, num_rows, num_first),
+                    num_tokens,
+                    num_steps,
+                    TOP_K,
+                    PARTS,
+                    EPILOGUE,
+                    GATED,
+                    PDL,
+                ),
+            ),
+            (
+                _fetch_inputs,
+                (x, lists, blocks, (x_tiles, ready, free), row_tiles, num_steps, PARTS, PDL),
+            ),
+            (
+                _fetch,
+                (
+                    weight,
+                    shifts,
+                    lists,
+                    blocks,
+                    (tiles, shift_tiles, ready, free),
+                    row_tiles,
+                    num_steps,
+                    TOKENS,
+                    PARTS,
+                ),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+
+
+class MxExperts:
+    """Owns the experts' weights as ExpertTables."""
+
+    def __init__(
+        self,
+        up: ExpertTables,
+        down: ExpertTables,
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+    ) -> None:
+        self._up, self._down = up, down
+        self._biases = biases
+        self._epilogue = epilogue
+
+    @classmethod
+    def of(
+        cls, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+    ) -> MxExperts | None:
+        """None: other kernels compute such weights, or inputs of this dtype."""
+        up, down = weights.up, weights.down
+        if not (isinstance(up, MxFloat4) and isinstance(down, MxFloat4)):
+            return None
+        if dtype != torch.bfloat16 or not _is_on_hopper(up.device):
+            return None
+        up_tables = ExpertTables.of(up, num_first=up.shape[1] // 2)
+        down_tables = ExpertTables.of(down) if up_tables is not None else None
+        if up_tables is None or down_tables is None:
+            logger.warning(
+                "a slower kernel computes MXFP4 experts: within a row, their scales differ by more"
+                " than a factor of 2^%d",
+                MAX_SHIFT,
+            )
+            return None
+        return cls(up_tables, down_tables, (weights.up_bias, weights.down_bias), epilogue)
+
+    def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
+        """See ExpertsKernel.apply_partial; x dense in its last dimension."""
+        assert x.stride(1) == 1
+        num_tokens, top_k = routed.ids.shape
+        if num_tokens == 1:
+            routed = routed._replace(lists=_lists_of_one(routed.ids))
+        inner = x.new_empty((num_tokens * top_k, self._down.size))
+        dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
+        out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
+        _launch(x, self._up, self._biases[0], inner, routed, self._epilogue)
+        _launch(inner, self._down, self._biases[1], out, routed, Epilogue.NONE)
+        return out
+
+
+def _is_on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _is_hopper(device)
+
+
+@cache
+def _constants_of_one(top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """0 to top_k, and top_k, as int32."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
+    places = torch.arange(top_k + 1, dtype=torch.int32, device=device)
+    return places, torch.full((1,), top_k, dtype=torch.int32, device=device)
+
+
+def _lists_of_one(ids: Tensor) -> BlockLists:
+    """Of one token: a block for each of its experts, in the order of ids [1, top_k]."""
+    places, num_blocks = _constants_of_one(ids.shape[1], ids.device)
+    begins, ends = places[:-1], places[1:]
+    return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
+
+
+def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> tuple[Tensor, Tensor]:
+    """See split_kernel."""
+    size = x.shape[1]
+    halves = torch.empty((2 * len(rows), size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    columns = power_of_2(size)
+    split_kernel[(len(rows),)](
+        x,
+        halves,
+        scales,
+        rows,
+        size,
+        x.stride(0),
+        TOP_K=top_k,
+        GATHERS=gathers,
+        COLUMNS=columns,
+        num_warps=max(1, min(8, columns // 256)),
+        **launch_options(x.device),
+    )
+    return halves, scales
+
+
+def _launch(
+    x: Tensor,
+    weight: ExpertTables,
+    bias: Tensor | None,
+    out: Tensor,
+    routed: Routed,
+    epilogue: Epilogue,
+) -> None:
+    """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
+    lists: BlockLists = routed.lists
+    num_tokens, top_k = routed.ids.shape
+    is_gated = epilogue.is_gated
+    halves, scales = _split(x, lists.rows, top_k, gathers=is_gated)
+    tokens = min(lists.block_rows, MAX_TOKENS)
+    parts = lists.block_rows // tokens
+    per_sm = PROGRAMS[tokens]
+    num_tiles = weight.num_tiles * parts * len(lists.experts)
+    stage = ROWS * 128 + ROWS * 8 + 2 * tokens * BLOCK + 16
+    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
+    grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
+        _descriptor(halves, [2 * tokens, BLOCK], gl.float8e4nv, 128),
+        _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
+        _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
+        weight.factors,
+        scales,
+        bias,
+        out,
+        lists.rows,
+        lists.experts,
+        lists.begins,
+        lists.ends,
+        lists.num_blocks,
+        routed.weights,
+        num_tokens,
+        out.shape[-1],
+        weight.num_rows,
+        weight.num_first,
+        weight.num_blocks,
+        TOP_K=top_k,
+        PARTS=parts,
+        STAGES=min(_MAX_STAGES, room // stage),
+        EPILOGUE=int(epilogue),
+        GATED=is_gated,
+        num_warps=4,
+        maxnreg=min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8),
+        **launch_options(x.device),
+    )
+
+
+def _descriptor(tensor: Tensor, shape: list[int], dtype: Any, swizzle: int) -> TensorDescriptor:
+    """For TMA of blocks of such a shape."""
+    layout = gl.NVMMASharedLayout(swizzle, dtype.primitive_bitwidth, rank=2)
+    return TensorDescriptor.from_tensor(tensor, shape, layout)
