@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -49,11 +49,13 @@ logger = logging.getLogger(__name__)
 NUM_SMS = 132
 MAX_TOKENS = 64  # of a tile
 TOKENS_OF_ONE = 16  # of a tile, for one token
-PROGRAMS = {16: 4, 32: 2, 64: 2}  # that share an SM, by tokens of a tile
+PROGRAMS = {16: 3, 32: 3, 64: 2}  # that share an SM, by tokens of a tile
+MODES = {16: 0, 32: 2, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
 _LOW = tl.constexpr(32.0)  # how much larger the second number is kept
+_BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
 
 
@@ -80,6 +82,18 @@ def _assembly() -> str:
 
 
 _TO_FLOAT8 = tl.constexpr(_assembly())
+
+
+@gluon.jit
+def _in_two(values):
+    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
+
+    Numbers are rounded to e4m3's bits before they are converted: ptxas (of Triton 3.6) loses half of
+    those that are converted, kept and converted back.
+    """
+    steps = gl.exp2(3 - gl.floor(gl.log2(gl.maximum(gl.maximum(values, -values), 0.015625))))
+    high = gl.floor(values * steps + 0.5) / steps
+    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -116,9 +130,7 @@ def split_kernel(
     exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
     largest = gl.max(gl.maximum(exact, -exact), 0)
     exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-    exact = exact * gl.exp2(-exponent)  # below 256
-    high = exact.to(gl.float8e4nv)
-    low = ((exact - high.to(gl.float32)) * _LOW).to(gl.float8e4nv)
+    high, low = _in_two(exact * gl.exp2(-exponent))
     targets = halves + place * 2 * size + columns
     gl.store(targets, high, mask=inside)
     gl.store(targets + size, low, mask=inside)
@@ -252,6 +264,26 @@ def _add(acc, part):
 
 
 @gluon.jit
+def _store_in_two(acc, out, target, row):
+    """Write acc [ROWS, TOKENS], outputs from `row` on and below 64, as the down projection takes
+    them: e4m3 [places, 2, num_outputs] of _BOUNDED times as much."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    LANES: gl.constexpr = ROWS // 8
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
+    )
+    begin, end, _, num_outputs = target
+    high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
+    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
+    outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    targets = out + places.to(gl.int64)[None, :] * (2 * num_outputs) + outputs[:, None]
+    inside = (places < end)[None, :] & (outputs < num_outputs)[:, None]
+    gl.store(targets, high, mask=inside)
+    gl.store(targets + num_outputs, low, mask=inside)
+
+
+@gluon.jit
 def _multiply(
     lists,
     num_blocks,
@@ -266,6 +298,8 @@ def _multiply(
     PARTS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    MODE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
@@ -297,30 +331,49 @@ def _multiply(
             xs = x_tiles.index(stage).permute((1, 0))
             values = _to_float8(words, own, LAYOUT)
             part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
+            if MODE == 2:
+                part = warpgroup_mma_wait(0, deps=[part])
+                acc = _add(acc, part)
             values = _to_float8(second_words, second_own, LAYOUT)
+            if MODE == 1:
+                part = warpgroup_mma_wait(0, deps=[part])
+                acc = _add(acc, part)
             second_part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
-            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+            if MODE == 0:
+                part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+            else:
+                second_part = warpgroup_mma_wait(0, deps=[second_part])
             _barrier()
             mbarrier.arrive(free.index(stage), count=1)
-            acc = _add(acc, part)
+            if MODE == 0:
+                acc = _add(acc, part)
             second = _add(second, second_part)
             step += 1
         # Rows beyond the end read the last one; their results are not stored.
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         own_rows = gl.minimum(rows, num_rows - 1)
         second_rows = gl.minimum(num_first + rows, num_rows - 1)
-        tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
-        scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
         places = expert.to(gl.int64) * num_rows
-        acc = acc * (scales * gl.load(weight_factors + places + own_rows)[:, None])
-        second = second * (scales * gl.load(weight_factors + places + second_rows)[:, None])
+        factor = gl.load(weight_factors + places + own_rows)[:, None]
+        second_factor = gl.load(weight_factors + places + second_rows)[:, None]
+        if x_scales is None:
+            acc = acc * (factor * (1.0 / _BOUNDED))
+            second = second * (second_factor * (1.0 / _BOUNDED))
+        else:
+            tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
+            scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
+            acc = acc * (factor * scales)
+            second = second * (second_factor * scales)
         if bias is not None:
             acc = acc + gl.load(bias + places + own_rows).to(gl.float32)[:, None]
             second = second + gl.load(bias + places + second_rows).to(gl.float32)[:, None]
         target = (begin, end, num_tokens, num_outputs)
         if GATED:
             acc = _activate_gated(acc, second, EPILOGUE)
-        _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
+        if SPLITS:
+            _store_in_two(acc, out, target, row)
+        else:
+            _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
         if not GATED:
             _store(second, out, lists[3], shares, target, num_first + row, TOP_K, GATED)
 
@@ -350,6 +403,8 @@ def grouped_mx_kernel(
     STAGES: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    MODE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -361,8 +416,8 @@ def grouped_mx_kernel(
         x, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's tokens.
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
-        out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, else
-            [TOP_K, num_tokens, num_outputs].
+        out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
+            with SPLITS; else [TOP_K, num_tokens, num_outputs].
         rows, experts, begins, ends, num_blocks: BlockLists.
         shares: [num_tokens, TOP_K], weights of the results if not GATED.
         PARTS: tiles of tokens in a block of the lists.
@@ -400,6 +455,8 @@ def grouped_mx_kernel(
                     PARTS,
                     EPILOGUE,
                     GATED,
+                    SPLITS,
+                    MODE,
                     PDL,
                 ),
             ),
@@ -468,11 +525,19 @@ class MxExperts:
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
             routed = routed._replace(lists=_lists_of_one(routed.ids))
-        inner = x.new_empty((num_tokens * top_k, self._down.size))
+        rows = routed.lists.rows
+        up_bias, down_bias = self._biases
+        inner: Tensor | Halves
+        if self._epilogue is Epilogue.CLAMPED_SWIGLU:  # its results are below 64
+            inner = Halves(_empty_halves(len(rows), self._down.size, x.device), None)
+            target = inner.values
+        else:
+            inner = target = x.new_empty((len(rows), self._down.size))
+        _launch(_split(x, rows, top_k, True), self._up, up_bias, target, routed, self._epilogue)
+        halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
-        _launch(x, self._up, self._biases[0], inner, routed, self._epilogue)
-        _launch(inner, self._down, self._biases[1], out, routed, Epilogue.NONE)
+        _launch(halves, self._down, down_bias, out, routed, Epilogue.NONE)
         return out
 
 
@@ -496,10 +561,21 @@ def _lists_of_one(ids: Tensor) -> BlockLists:
     return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
 
 
-def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> tuple[Tensor, Tensor]:
+class Halves(NamedTuple):
+    """Inputs of a projection, in the order of the lists."""
+
+    values: Tensor  # e4m3 [2 * rows, size]
+    scales: Tensor | None  # float32 [rows]; None: values are _BOUNDED times as large
+
+
+def _empty_halves(num_rows: int, size: int, device: torch.device) -> Tensor:
+    return torch.empty((2 * num_rows, size), dtype=torch.float8_e4m3fn, device=device)
+
+
+def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> Halves:
     """See split_kernel."""
     size = x.shape[1]
-    halves = torch.empty((2 * len(rows), size), dtype=torch.float8_e4m3fn, device=x.device)
+    halves = _empty_halves(len(rows), size, x.device)
     scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
     columns = power_of_2(size)
     split_kernel[(len(rows),)](
@@ -515,11 +591,11 @@ def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> tuple[Tensor, 
         num_warps=max(1, min(8, columns // 256)),
         **launch_options(x.device),
     )
-    return halves, scales
+    return Halves(halves, scales)
 
 
 def _launch(
-    x: Tensor,
+    x: Halves,
     weight: ExpertTables,
     bias: Tensor | None,
     out: Tensor,
@@ -529,8 +605,6 @@ def _launch(
     """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
     lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
-    is_gated = epilogue.is_gated
-    halves, scales = _split(x, lists.rows, top_k, gathers=is_gated)
     tokens = min(lists.block_rows, MAX_TOKENS)
     parts = lists.block_rows // tokens
     per_sm = PROGRAMS[tokens]
@@ -538,11 +612,11 @@ def _launch(
     stage = ROWS * 128 + ROWS * 8 + 2 * tokens * BLOCK + 16
     room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
-        _descriptor(halves, [2 * tokens, BLOCK], gl.float8e4nv, 128),
+        _descriptor(x.values, [2 * tokens, BLOCK], gl.float8e4nv, 128),
         _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
         _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
         weight.factors,
-        scales,
+        x.scales,
         bias,
         out,
         lists.rows,
@@ -560,10 +634,12 @@ def _launch(
         PARTS=parts,
         STAGES=min(_MAX_STAGES, room // stage),
         EPILOGUE=int(epilogue),
-        GATED=is_gated,
+        GATED=epilogue.is_gated,
+        SPLITS=out.dtype == torch.float8_e4m3fn,
+        MODE=MODES[tokens],
         num_warps=4,
         maxnreg=min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8),
-        **launch_options(x.device),
+        **launch_options(out.device),
     )
 
 
