@@ -51,6 +51,7 @@ MAX_TOKENS = 64  # of a tile
 TOKENS_OF_ONE = 16  # of a tile, for one token
 PROGRAMS = {16: 3, 32: 3, 64: 2}  # that share an SM, by tokens of a tile
 MODES = {16: 0, 32: 2, 64: 2}
+TEAMS = {16: 1, 32: 1, 64: 1}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
@@ -147,50 +148,66 @@ def _places(lists, tile, row_tiles, num_steps, TOKENS: gl.constexpr, PARTS: gl.c
 
 
 @gluon.jit
-def _fetch(
-    weight,
-    shifts,
-    lists,
-    num_blocks,
-    buffers,
-    row_tiles,
-    num_steps,
-    TOKENS: gl.constexpr,
-    PARTS: gl.constexpr,
-):
+def _row_tile(tile, row_tiles, TEAM: gl.constexpr, TEAMS: gl.constexpr):
+    """Of a team's rows. If teams do not divide them, the last two teams compute the same."""
+    return gl.minimum(tile % gl.cdiv(row_tiles, TEAMS) * TEAMS + TEAM, row_tiles - 1)
+
+
+@gluon.jit
+def _fetch(lists, num_blocks, buffers, weights, row_tiles, num_steps, PARTS: gl.constexpr):
     """The partition that loads weights."""
-    tiles, shift_tiles, ready, free = buffers
-    STAGES: gl.constexpr = tiles.shape[0]
+    tiles, shift_tiles, x_tiles, ready, free = buffers
+    weight, shifts = weights
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    STAGES: gl.constexpr = ready.shape[0]
+    TEAMS: gl.constexpr = tiles.shape[0] // STAGES
     BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
+    per_block = gl.cdiv(row_tiles, TEAMS)
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        _begin, _end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
-        expert = gl.load(lists[0] + tile // row_tiles // PARTS, cache_modifier=".cg")
-        first = (expert * row_tiles + tile % row_tiles) * num_steps
+    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+        _begin, _end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
+        expert = gl.load(lists[0] + tile // per_block // PARTS, cache_modifier=".cg")
         for k in range(count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(ready.index(stage), BYTES)
-            row = (first + k) * tiles.shape[1]
-            shift_row = (first + k) * shift_tiles.shape[1]
-            _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
-            _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
+            mbarrier.expect(ready.index(stage), TEAMS * BYTES)
+            for team in gl.static_range(TEAMS):
+                row_tile = _row_tile(tile, row_tiles, team, TEAMS)
+                chunk = (expert * row_tiles + row_tile) * num_steps + k
+                place = stage * TEAMS + team
+                _fetch_tile(
+                    weight, [chunk * tiles.shape[1], 0], ready.index(stage), tiles.index(place)
+                )
+                _fetch_tile(
+                    shifts,
+                    [chunk * shift_tiles.shape[1], 0],
+                    ready.index(stage),
+                    shift_tiles.index(place),
+                )
             step += 1
 
 
 @gluon.jit
 def _fetch_inputs(
-    x, lists, num_blocks, buffers, row_tiles, num_steps, PARTS: gl.constexpr, PDL: gl.constexpr
+    lists,
+    num_blocks,
+    buffers,
+    x,
+    row_tiles,
+    num_steps,
+    PARTS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """The partition that loads inputs."""
-    x_tiles, ready, free = buffers
+    tiles, _shift_tiles, x_tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
+    per_block = gl.cdiv(row_tiles, tiles.shape[0] // STAGES)
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        begin, _end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+        begin, _end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
         for k in range(count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
@@ -223,7 +240,7 @@ def _to_float8(words, shifts, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _of_stage(tiles, shift_tiles, stage):
+def _of_stage(tiles, shift_tiles, place):
     """The words and shifts of both matrices, as `_to_float8` takes them."""
     ROWS: gl.constexpr = tiles.shape[1]
     # A thread loads 16 bytes at once: the words of row r, and of r + 8, of its 4 e4m3 in 16; or the
@@ -244,8 +261,8 @@ def _of_stage(tiles, shift_tiles, stage):
         [ROWS // 16, 32],
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ONE)
-    words = tiles.index(stage).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
-    shifts = shift_tiles.index(stage).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
+    words = tiles.index(place).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
+    shifts = shift_tiles.index(place).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
     first, second = gl.split(words)
     own, second_own = gl.split(shifts.permute((0, 3, 1, 2)).reshape([ROWS, 2]))
     return (
@@ -289,10 +306,8 @@ def _multiply(
     num_blocks,
     buffers,
     factors,
-    out,
-    shares,
+    target,
     shape,
-    num_tokens,
     num_steps,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
@@ -300,13 +315,17 @@ def _multiply(
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     MODE: gl.constexpr,
+    TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that multiplies."""
+    """A partition that multiplies: one of TEAMS, whose rows have the same inputs."""
     tiles, shift_tiles, x_tiles, ready, free = buffers
     weight_factors, x_scales, bias = factors
     num_outputs, row_tiles, num_rows, num_first = shape
-    STAGES: gl.constexpr = tiles.shape[0]
+    out, shares, num_tokens = target
+    STAGES: gl.constexpr = ready.shape[0]
+    TEAMS: gl.constexpr = tiles.shape[0] // STAGES
+    per_block = gl.cdiv(row_tiles, TEAMS)
     ROWS: gl.constexpr = tiles.shape[1]
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -318,16 +337,18 @@ def _multiply(
     nothing, _nothing_low = gl.split(zeros.reshape([ROWS, TOKENS, 2]))
     SUMS: gl.constexpr = nothing.type.layout
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        begin, end, count = _places(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
-        expert = gl.load(lists[0] + tile // row_tiles // PARTS)
-        row = tile % row_tiles * ROWS
+    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+        begin, end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
+        expert = gl.load(lists[0] + tile // per_block // PARTS)
+        row = _row_tile(tile, row_tiles, TEAM, TEAMS) * ROWS
         acc = nothing
         second = nothing
         for _k in range(count):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
+            words, second_words, own, second_own = _of_stage(
+                tiles, shift_tiles, stage * TEAMS + TEAM
+            )
             xs = x_tiles.index(stage).permute((1, 0))
             values = _to_float8(words, own, LAYOUT)
             part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
@@ -353,9 +374,9 @@ def _multiply(
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         own_rows = gl.minimum(rows, num_rows - 1)
         second_rows = gl.minimum(num_first + rows, num_rows - 1)
-        places = expert.to(gl.int64) * num_rows
-        factor = gl.load(weight_factors + places + own_rows)[:, None]
-        second_factor = gl.load(weight_factors + places + second_rows)[:, None]
+        first = expert.to(gl.int64) * num_rows
+        factor = gl.load(weight_factors + first + own_rows)[:, None]
+        second_factor = gl.load(weight_factors + first + second_rows)[:, None]
         if x_scales is None:
             acc = acc * (factor * (1.0 / _BOUNDED))
             second = second * (second_factor * (1.0 / _BOUNDED))
@@ -365,17 +386,17 @@ def _multiply(
             acc = acc * (factor * scales)
             second = second * (second_factor * scales)
         if bias is not None:
-            acc = acc + gl.load(bias + places + own_rows).to(gl.float32)[:, None]
-            second = second + gl.load(bias + places + second_rows).to(gl.float32)[:, None]
-        target = (begin, end, num_tokens, num_outputs)
+            acc = acc + gl.load(bias + first + own_rows).to(gl.float32)[:, None]
+            second = second + gl.load(bias + first + second_rows).to(gl.float32)[:, None]
+        places = (begin, end, num_tokens, num_outputs)
         if GATED:
             acc = _activate_gated(acc, second, EPILOGUE)
         if SPLITS:
-            _store_in_two(acc, out, target, row)
+            _store_in_two(acc, out, places, row)
         else:
-            _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
+            _store(acc, out, lists[3], shares, places, row, TOP_K, GATED)
         if not GATED:
-            _store(second, out, lists[3], shares, target, num_first + row, TOP_K, GATED)
+            _store(second, out, lists[3], shares, places, num_first + row, TOP_K, GATED)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -405,6 +426,7 @@ def grouped_mx_kernel(
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     MODE: gl.constexpr,
+    TEAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -425,63 +447,103 @@ def grouped_mx_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     TOKENS: gl.constexpr = x.block_type.shape[0] // 2
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, 32], weight.layout)
-    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [STAGES, _ROWS // 16, 32], shifts.layout)
+    tiles = gl.allocate_shared_memory(weight.dtype, [TEAMS * STAGES, _ROWS, 32], weight.layout)
+    shift_tiles = gl.allocate_shared_memory(
+        shifts.dtype, [TEAMS * STAGES, _ROWS // 16, 32], shifts.layout
+    )
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * TOKENS, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2)
-        mbarrier.init(free.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=TEAMS)
     fence_async_shared()
     blocks = gl.load(num_blocks, cache_modifier=".cg") * PARTS
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    buffers = (tiles, shift_tiles, x_tiles, ready, free)
+    factors = (weight_factors, x_scales, bias)
+    shape = (num_outputs, row_tiles, num_rows, num_first)
+    target = (out, shares, num_tokens)
+    weights = (weight, shifts)
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
                 (
-                    lists,
-                    blocks,
-                    (tiles, shift_tiles, x_tiles, ready, free),
-                    (weight_factors, x_scales, bias),
-                    out,
-                    shares,
-                    (num_outputs, row_tiles, num_rows, num_first),
-                    num_tokens,
-                    num_steps,
-                    TOP_K,
-                    PARTS,
-                    EPILOGUE,
-                    GATED,
-                    SPLITS,
-                    MODE,
-                    PDL,
+                    _multiply,
+                    (
+                        lists,
+                        blocks,
+                        buffers,
+                        factors,
+                        target,
+                        shape,
+                        num_steps,
+                        TOP_K,
+                        PARTS,
+                        EPILOGUE,
+                        GATED,
+                        SPLITS,
+                        MODE,
+                        0,
+                        PDL,
+                    ),
                 ),
-            ),
-            (
-                _fetch_inputs,
-                (x, lists, blocks, (x_tiles, ready, free), row_tiles, num_steps, PARTS, PDL),
-            ),
-            (
-                _fetch,
+                (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PDL)),
+                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
                 (
-                    weight,
-                    shifts,
-                    lists,
-                    blocks,
-                    (tiles, shift_tiles, ready, free),
-                    row_tiles,
-                    num_steps,
-                    TOKENS,
-                    PARTS,
+                    _multiply,
+                    (
+                        lists,
+                        blocks,
+                        buffers,
+                        factors,
+                        target,
+                        shape,
+                        num_steps,
+                        TOP_K,
+                        PARTS,
+                        EPILOGUE,
+                        GATED,
+                        SPLITS,
+                        MODE,
+                        0,
+                        PDL,
+                    ),
                 ),
-            ),
-        ],
-        [1, 1],
-        [24, 24],
-    )
+                (
+                    _multiply,
+                    (
+                        lists,
+                        blocks,
+                        buffers,
+                        factors,
+                        target,
+                        shape,
+                        num_steps,
+                        TOP_K,
+                        PARTS,
+                        EPILOGUE,
+                        GATED,
+                        SPLITS,
+                        MODE,
+                        1,
+                        PDL,
+                    ),
+                ),
+                (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PDL)),
+                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS)),
+            ],
+            [4, 1, 1],
+            [232, 24, 24],
+        )
 
 
 class MxExperts:
@@ -608,9 +670,10 @@ def _launch(
     tokens = min(lists.block_rows, MAX_TOKENS)
     parts = lists.block_rows // tokens
     per_sm = PROGRAMS[tokens]
-    num_tiles = weight.num_tiles * parts * len(lists.experts)
-    stage = ROWS * 128 + ROWS * 8 + 2 * tokens * BLOCK + 16
-    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
+    teams = TEAMS[tokens]
+    num_tiles = -(-weight.num_tiles // teams) * parts * len(lists.experts)
+    stage = teams * ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
+    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens * teams - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
         _descriptor(x.values, [2 * tokens, BLOCK], gl.float8e4nv, 128),
         _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
@@ -637,8 +700,9 @@ def _launch(
         GATED=epilogue.is_gated,
         SPLITS=out.dtype == torch.float8_e4m3fn,
         MODE=MODES[tokens],
+        TEAMS=teams,
         num_warps=4,
-        maxnreg=min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8),
+        maxnreg=min(255, _REGISTERS // (32 * (4 * teams + 4) * per_sm) // 8 * 8),
         **launch_options(out.device),
     )
 
