@@ -427,6 +427,7 @@ def grouped_mx_kernel(
     SPLITS: gl.constexpr,
     MODE: gl.constexpr,
     TEAMS: gl.constexpr,
+    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -542,7 +543,7 @@ def grouped_mx_kernel(
                 (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS)),
             ],
             [4, 1, 1],
-            [232, 24, 24],
+            [REGISTERS, 24, 24],
         )
 
 
@@ -672,6 +673,7 @@ def _launch(
     per_sm = PROGRAMS[tokens]
     teams = TEAMS[tokens]
     num_tiles = -(-weight.num_tiles // teams) * parts * len(lists.experts)
+    registers = min(255, _REGISTERS // (32 * (4 * teams + 4) * per_sm) // 8 * 8)
     stage = teams * ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens * teams - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
@@ -701,8 +703,9 @@ def _launch(
         SPLITS=out.dtype == torch.float8_e4m3fn,
         MODE=MODES[tokens],
         TEAMS=teams,
+        REGISTERS=(registers * (4 * teams + 4) - 4 * 24) // (4 * teams) // 8 * 8,
         num_warps=4,
-        maxnreg=min(255, _REGISTERS // (32 * (4 * teams + 4) * per_sm) // 8 * 8),
+        maxnreg=registers,
         **launch_options(out.device),
     )
 
