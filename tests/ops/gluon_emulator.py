@@ -199,7 +199,7 @@ class _Namespaces:
             max=lambda values, axis: values.amax(axis),
             sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
-            where=lambda condition, a, b: torch.where(condition, a, b),
+            where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
             join=lambda a, b: torch.stack((a, b), dim=-1),
             split=lambda pairs: pairs.unbind(-1),
             convert_layout=lambda values, layout, assert_trivial=False: values,

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 NUM_SMS = 132
 MAX_TOKENS = 64  # of a tile
 TOKENS_OF_ONE = 16  # of a tile, for one token
+PIECES_OF_ONE = 4  # of the down projection's inputs
 PROGRAMS = {16: 3, 32: 3, 64: 2}  # that share an SM, by tokens of a tile
 MODES = {16: 0, 32: 2, 64: 2}
 TEAMS = {16: 1, 32: 1, 64: 1}
@@ -139,12 +140,27 @@ def split_kernel(
 
 
 @gluon.jit
-def _places(lists, tile, row_tiles, num_steps, TOKENS: gl.constexpr, PARTS: gl.constexpr):
-    """Where the tokens of a tile begin and end, and its steps: none without tokens."""
-    block = tile // row_tiles
-    begin = gl.load(lists[1] + block // PARTS, cache_modifier=".cg") + block % PARTS * TOKENS
-    end = gl.load(lists[2] + block // PARTS, cache_modifier=".cg")
-    return begin, end, gl.where(begin < end, num_steps, 0)
+def _task(
+    lists,
+    tile,
+    per_block,
+    num_steps,
+    TOKENS: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """Of a tile: its expert, where its tokens begin and end, which piece of the inputs it has, the
+    first of their steps, and how many there are: none without tokens."""
+    place = tile // per_block
+    piece = place % PIECES
+    block = place // PIECES // PARTS
+    expert = gl.load(lists[0] + block, cache_modifier=".cg")
+    begin = gl.load(lists[1] + block, cache_modifier=".cg") + place // PIECES % PARTS * TOKENS
+    end = gl.load(lists[2] + block, cache_modifier=".cg")
+    per_piece = gl.cdiv(num_steps, PIECES)
+    first = piece * per_piece
+    count = gl.where(begin < end, gl.minimum(per_piece, num_steps - first), 0)
+    return expert, begin, end, piece, first, count
 
 
 @gluon.jit
@@ -154,7 +170,16 @@ def _row_tile(tile, row_tiles, TEAM: gl.constexpr, TEAMS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(lists, num_blocks, buffers, weights, row_tiles, num_steps, PARTS: gl.constexpr):
+def _fetch(
+    lists,
+    num_blocks,
+    buffers,
+    weights,
+    row_tiles,
+    num_steps,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+):
     """The partition that loads weights."""
     tiles, shift_tiles, x_tiles, ready, free = buffers
     weight, shifts = weights
@@ -165,9 +190,10 @@ def _fetch(lists, num_blocks, buffers, weights, row_tiles, num_steps, PARTS: gl.
     per_block = gl.cdiv(row_tiles, TEAMS)
     step = 0
     for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
-        _begin, _end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
-        expert = gl.load(lists[0] + tile // per_block // PARTS, cache_modifier=".cg")
-        for k in range(count):
+        expert, _begin, _end, _piece, first, count = _task(
+            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+        )
+        for k in range(first, first + count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), TEAMS * BYTES)
@@ -196,6 +222,7 @@ def _fetch_inputs(
     row_tiles,
     num_steps,
     PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads inputs."""
@@ -207,8 +234,10 @@ def _fetch_inputs(
         tl.extra.cuda.gdc_wait()
     step = 0
     for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
-        begin, _end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
-        for k in range(count):
+        _expert, begin, _end, _piece, first, count = _task(
+            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+        )
+        for k in range(first, first + count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), x.block_type.nbytes)
@@ -311,6 +340,7 @@ def _multiply(
     num_steps,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -338,8 +368,9 @@ def _multiply(
     SUMS: gl.constexpr = nothing.type.layout
     step = 0
     for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
-        begin, end, count = _places(lists, tile, per_block, num_steps, TOKENS, PARTS)
-        expert = gl.load(lists[0] + tile // per_block // PARTS)
+        expert, begin, end, piece, _first, count = _task(
+            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+        )
         row = _row_tile(tile, row_tiles, TEAM, TEAMS) * ROWS
         acc = nothing
         second = nothing
@@ -386,17 +417,19 @@ def _multiply(
             acc = acc * (factor * scales)
             second = second * (second_factor * scales)
         if bias is not None:
-            acc = acc + gl.load(bias + first + own_rows).to(gl.float32)[:, None]
-            second = second + gl.load(bias + first + second_rows).to(gl.float32)[:, None]
+            once = gl.where(piece == 0, 1.0, 0.0)
+            acc = acc + once * gl.load(bias + first + own_rows).to(gl.float32)[:, None]
+            second = second + once * gl.load(bias + first + second_rows).to(gl.float32)[:, None]
         places = (begin, end, num_tokens, num_outputs)
         if GATED:
             acc = _activate_gated(acc, second, EPILOGUE)
         if SPLITS:
             _store_in_two(acc, out, places, row)
         else:
-            _store(acc, out, lists[3], shares, places, row, TOP_K, GATED)
-        if not GATED:
-            _store(second, out, lists[3], shares, places, num_first + row, TOP_K, GATED)
+            own_out = out + piece * (TOP_K * num_tokens * num_outputs) if PIECES > 1 else out
+            _store(acc, own_out, lists[3], shares, places, row, TOP_K, GATED)
+            if not GATED:
+                _store(second, own_out, lists[3], shares, places, num_first + row, TOP_K, GATED)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -421,6 +454,7 @@ def grouped_mx_kernel(
     num_steps,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
     STAGES: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
@@ -440,10 +474,11 @@ def grouped_mx_kernel(
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
-            with SPLITS; else [TOP_K, num_tokens, num_outputs].
+            with SPLITS; else [PIECES * TOP_K, num_tokens, num_outputs].
         rows, experts, begins, ends, num_blocks: BlockLists.
         shares: [num_tokens, TOP_K], weights of the results if not GATED.
         PARTS: tiles of tokens in a block of the lists.
+        PIECES: into which the inputs of a row are cut, if not GATED; each has results of its own.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -459,7 +494,7 @@ def grouped_mx_kernel(
         mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(free.index(stage), count=TEAMS)
     fence_async_shared()
-    blocks = gl.load(num_blocks, cache_modifier=".cg") * PARTS
+    blocks = gl.load(num_blocks, cache_modifier=".cg") * (PARTS * PIECES)
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
     buffers = (tiles, shift_tiles, x_tiles, ready, free)
@@ -482,6 +517,7 @@ def grouped_mx_kernel(
                         num_steps,
                         TOP_K,
                         PARTS,
+                        PIECES,
                         EPILOGUE,
                         GATED,
                         SPLITS,
@@ -490,8 +526,11 @@ def grouped_mx_kernel(
                         PDL,
                     ),
                 ),
-                (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PDL)),
-                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS)),
+                (
+                    _fetch_inputs,
+                    (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL),
+                ),
+                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
             ],
             [1, 1],
             [24, 24],
@@ -511,6 +550,7 @@ def grouped_mx_kernel(
                         num_steps,
                         TOP_K,
                         PARTS,
+                        PIECES,
                         EPILOGUE,
                         GATED,
                         SPLITS,
@@ -531,6 +571,7 @@ def grouped_mx_kernel(
                         num_steps,
                         TOP_K,
                         PARTS,
+                        PIECES,
                         EPILOGUE,
                         GATED,
                         SPLITS,
@@ -539,8 +580,11 @@ def grouped_mx_kernel(
                         PDL,
                     ),
                 ),
-                (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PDL)),
-                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS)),
+                (
+                    _fetch_inputs,
+                    (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL),
+                ),
+                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
@@ -599,7 +643,9 @@ class MxExperts:
         _launch(_split(x, rows, top_k, True), self._up, up_bias, target, routed, self._epilogue)
         halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
-        out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
+        pieces = PIECES_OF_ONE if num_tokens == 1 else 1
+        shape = pieces * top_k, num_tokens, x.shape[1]
+        out = torch.empty(shape, dtype=dtype, device=x.device)
         _launch(halves, self._down, down_bias, out, routed, Epilogue.NONE)
         return out
 
@@ -672,7 +718,8 @@ def _launch(
     parts = lists.block_rows // tokens
     per_sm = PROGRAMS[tokens]
     teams = TEAMS[tokens]
-    num_tiles = -(-weight.num_tiles // teams) * parts * len(lists.experts)
+    pieces = 1 if epilogue.is_gated else len(out) // top_k
+    num_tiles = -(-weight.num_tiles // teams) * parts * pieces * len(lists.experts)
     registers = min(255, _REGISTERS // (32 * (4 * teams + 4) * per_sm) // 8 * 8)
     stage = teams * ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens * teams - 1024
@@ -697,6 +744,7 @@ def _launch(
         weight.num_blocks,
         TOP_K=top_k,
         PARTS=parts,
+        PIECES=pieces,
         STAGES=min(_MAX_STAGES, room // stage),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
