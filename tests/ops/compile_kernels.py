@@ -315,15 +315,10 @@ def experts_on_hopper(
     """experts_hopper.py's kernel for blocks of each size, if it takes the form."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
-    from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
 
     up, down = matrices
-    if is_for_one(up, down, config.top_k, torch.bfloat16):
-        x = torch.zeros(1, up.size, dtype=torch.bfloat16)
-        routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
-        mix_one_on_hopper(x, routed, up, down, None, None, Epilogue.SILU_MUL)
     for num_tokens in (2, 64, 128):
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_mx_hopper, experts_one_hopper, routing
+from octavo.ops.cuda import experts_mx_hopper, routing
 from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_tiles,
@@ -384,7 +384,7 @@ def test_quantized_experts_that_all_tokens_take(
     assert (got - wanted).norm() < tolerance * wanted.norm()
 
 
-HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
+HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks")
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (26, 13, 1)])
@@ -413,7 +413,7 @@ def test_products_on_hopper(
         for i in range(2):
             matrices = ExpertMatrices.of(forms[i])
             assert matrices is not None
-            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm)
+            tiles = hopper_tiles(routed.lists.block_rows, per_sm)
             cuda_experts.launch_on_hopper(
                 sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
             )
@@ -430,8 +430,18 @@ def test_products_on_hopper(
     assert torch.equal(after[others], got[others])
 
 
-@pytest.mark.parametrize(("num_tokens", "block_rows"), [(1, 16), (3, 16), (26, 32), (40, 64)])
-def test_mxfp4_on_hopper(monkeypatch: pytest.MonkeyPatch, num_tokens: int, block_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "block_rows", "epilogue"),
+    [
+        (1, 16, Epilogue.CLAMPED_SWIGLU),
+        (3, 16, Epilogue.SILU_MUL),
+        (26, 32, Epilogue.CLAMPED_SWIGLU),
+        (40, 64, Epilogue.CLAMPED_SWIGLU),
+    ],
+)
+def test_mxfp4_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, block_rows: int, epilogue: Epilogue
+) -> None:
     """experts_mx_hopper.py's kernels, carried out by the emulator: sizes that no tile divides,
     several tiles for a program, and blocks of several tiles of tokens."""
     for name in ("grouped_mx_kernel", "split_kernel"):
@@ -450,10 +460,10 @@ def test_mxfp4_on_hopper(monkeypatch: pytest.MonkeyPatch, num_tokens: int, block
     routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
     x *= 300
     x[:, 5] *= 1e3
-    experts = experts_mx_hopper.MxExperts.of(weights, Epilogue.CLAMPED_SWIGLU, x.dtype)
+    experts = experts_mx_hopper.MxExperts.of(weights, epilogue, x.dtype)
     assert experts is not None
     got = total(experts.apply_partial(x, routed))
-    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    wanted = mix(x.float(), routed, weights, epilogue)
     assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
     if num_tokens > 1:
         x[1, 7], x[2, 7] = torch.nan, torch.inf
@@ -492,31 +502,6 @@ def test_tables_hold_weights_in_mxfp4(num_first: int | None) -> None:
     assert torch.equal(stored * tables.factors[..., None], form.dequantize())
     form.exponents[1, 5, 1] = 140
     assert ExpertTables.of(form, num_first) is None
-
-
-@pytest.mark.parametrize(("top_k", "size", "inner"), [(4, 320, 160), (8, 1152, 96), (1, 32, 64)])
-def test_one_token_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, top_k: int, size: int, inner: int
-) -> None:
-    """experts_one_hopper.py's kernels: slices with different numbers of blocks, and without any."""
-    for name in ("gate_up_one_kernel", "down_one_kernel"):
-        monkeypatch.setattr(experts_one_hopper, name, Emulated(getattr(experts_one_hopper, name)))
-    monkeypatch.setattr(experts_one_hopper, "_DOWN_AHEAD", 2)
-    num = 9
-    dense = expert_weights(num, size, inner, CPU, has_bias=True)
-    forms = [quantized("mx_float4", each) for each in dense[:2]]
-    biases = [None if each is None else each.bfloat16() for each in dense[2:]]
-    up, down = [ExpertMatrices.of(each) for each in forms]
-    assert up is not None
-    assert down is not None
-    ids = torch.arange(num).flip(0)[:top_k].int()[None]
-    routed = Routed(ids, torch.rand(1, top_k))
-    x = numbers(1, size).bfloat16()
-    args = (x, routed, up, down, *biases, Epilogue.CLAMPED_SWIGLU)
-    got = experts_one_hopper.mix_one_on_hopper(*args).float()
-    weights = QuantizedExpertWeights(forms[0], forms[1], *biases)
-    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
-    assert (got - wanted).norm() < 6e-3 * wanted.norm()
 
 
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

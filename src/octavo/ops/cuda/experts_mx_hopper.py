@@ -90,8 +90,8 @@ _TO_FLOAT8 = tl.constexpr(_assembly())
 def _in_two(values):
     """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
 
-    Numbers are rounded to e4m3's bits before they are converted: ptxas (of Triton 3.6) loses half of
-    those that are converted, kept and converted back.
+    Numbers are rounded to e4m3's bits before they are converted: the ptxas of Triton 3.6 loses half
+    of those that are converted, and back again to be subtracted.
     """
     steps = gl.exp2(3 - gl.floor(gl.log2(gl.maximum(gl.maximum(values, -values), 0.015625))))
     high = gl.floor(values * steps + 0.5) / steps
