@@ -449,7 +449,6 @@ def test_mxfp4_on_hopper(
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
-    monkeypatch.setattr(experts_mx_hopper, "TEAMS", {16: 1, 32: 2})
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=5, top_k=3)
     size, inner = 320, 160

@@ -15,6 +15,7 @@ left operand in registers, by 10 operations for 8 weights and their scale, multi
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,9 +51,9 @@ NUM_SMS = 132
 MAX_TOKENS = 64  # of a tile
 TOKENS_OF_ONE = 16  # of a tile, for one token
 PIECES_OF_ONE = 4  # of the down projection's inputs
-PROGRAMS = {16: 3, 32: 3, 64: 2}  # that share an SM, by tokens of a tile
-MODES = {16: 0, 32: 2, 64: 2}
-TEAMS = {16: 1, 32: 1, 64: 1}
+# How many programs may share an SM, by tokens of a tile.
+PROGRAMS: dict[int, tuple[int, ...]] = {16: (3, 4), 32: (3,), 64: (2,)}
+MODES = {16: 3, 32: 3, 64: 3}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
@@ -143,15 +144,15 @@ def split_kernel(
 def _task(
     lists,
     tile,
-    per_block,
+    row_tiles,
     num_steps,
     TOKENS: gl.constexpr,
     PARTS: gl.constexpr,
     PIECES: gl.constexpr,
 ):
     """Of a tile: its expert, where its tokens begin and end, which piece of the inputs it has, the
-    first of their steps, and how many there are: none without tokens."""
-    place = tile // per_block
+    first of their steps, and how many there are: none for a part without tokens."""
+    place = tile // row_tiles
     piece = place % PIECES
     block = place // PIECES // PARTS
     expert = gl.load(lists[0] + block, cache_modifier=".cg")
@@ -159,14 +160,10 @@ def _task(
     end = gl.load(lists[2] + block, cache_modifier=".cg")
     per_piece = gl.cdiv(num_steps, PIECES)
     first = piece * per_piece
-    count = gl.where(begin < end, gl.minimum(per_piece, num_steps - first), 0)
+    count = gl.minimum(per_piece, num_steps - first)
+    if PARTS > 1:
+        count = gl.where(begin < end, count, 0)
     return expert, begin, end, piece, first, count
-
-
-@gluon.jit
-def _row_tile(tile, row_tiles, TEAM: gl.constexpr, TEAMS: gl.constexpr):
-    """Of a team's rows. If teams do not divide them, the last two teams compute the same."""
-    return gl.minimum(tile % gl.cdiv(row_tiles, TEAMS) * TEAMS + TEAM, row_tiles - 1)
 
 
 @gluon.jit
@@ -184,32 +181,22 @@ def _fetch(
     tiles, shift_tiles, x_tiles, ready, free = buffers
     weight, shifts = weights
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
-    STAGES: gl.constexpr = ready.shape[0]
-    TEAMS: gl.constexpr = tiles.shape[0] // STAGES
+    STAGES: gl.constexpr = tiles.shape[0]
     BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
-    per_block = gl.cdiv(row_tiles, TEAMS)
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
         expert, _begin, _end, _piece, first, count = _task(
-            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
         )
+        first_chunk = (expert * row_tiles + tile % row_tiles) * num_steps
         for k in range(first, first + count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(ready.index(stage), TEAMS * BYTES)
-            for team in gl.static_range(TEAMS):
-                row_tile = _row_tile(tile, row_tiles, team, TEAMS)
-                chunk = (expert * row_tiles + row_tile) * num_steps + k
-                place = stage * TEAMS + team
-                _fetch_tile(
-                    weight, [chunk * tiles.shape[1], 0], ready.index(stage), tiles.index(place)
-                )
-                _fetch_tile(
-                    shifts,
-                    [chunk * shift_tiles.shape[1], 0],
-                    ready.index(stage),
-                    shift_tiles.index(place),
-                )
+            mbarrier.expect(ready.index(stage), BYTES)
+            chunk = first_chunk + k
+            row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
+            _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
+            _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
             step += 1
 
 
@@ -226,16 +213,15 @@ def _fetch_inputs(
     PDL: gl.constexpr,
 ):
     """The partition that loads inputs."""
-    tiles, _shift_tiles, x_tiles, ready, free = buffers
+    _tiles, _shift_tiles, x_tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
-    per_block = gl.cdiv(row_tiles, tiles.shape[0] // STAGES)
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
         _expert, begin, _end, _piece, first, count = _task(
-            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
         )
         for k in range(first, first + count):
             stage = step % STAGES
@@ -269,7 +255,7 @@ def _to_float8(words, shifts, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _of_stage(tiles, shift_tiles, place):
+def _of_stage(tiles, shift_tiles, stage):
     """The words and shifts of both matrices, as `_to_float8` takes them."""
     ROWS: gl.constexpr = tiles.shape[1]
     # A thread loads 16 bytes at once: the words of row r, and of r + 8, of its 4 e4m3 in 16; or the
@@ -290,8 +276,8 @@ def _of_stage(tiles, shift_tiles, place):
         [ROWS // 16, 32],
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ONE)
-    words = tiles.index(place).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
-    shifts = shift_tiles.index(place).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
+    words = tiles.index(stage).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
+    shifts = shift_tiles.index(stage).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
     first, second = gl.split(words)
     own, second_own = gl.split(shifts.permute((0, 3, 1, 2)).reshape([ROWS, 2]))
     return (
@@ -345,17 +331,14 @@ def _multiply(
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     MODE: gl.constexpr,
-    TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A partition that multiplies: one of TEAMS, whose rows have the same inputs."""
+    """The partition that multiplies."""
     tiles, shift_tiles, x_tiles, ready, free = buffers
     weight_factors, x_scales, bias = factors
     num_outputs, row_tiles, num_rows, num_first = shape
     out, shares, num_tokens = target
-    STAGES: gl.constexpr = ready.shape[0]
-    TEAMS: gl.constexpr = tiles.shape[0] // STAGES
-    per_block = gl.cdiv(row_tiles, TEAMS)
+    STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -367,40 +350,45 @@ def _multiply(
     nothing, _nothing_low = gl.split(zeros.reshape([ROWS, TOKENS, 2]))
     SUMS: gl.constexpr = nothing.type.layout
     step = 0
-    for tile in range(gl.program_id(0), num_blocks * per_block, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
         expert, begin, end, piece, _first, count = _task(
-            lists, tile, per_block, num_steps, TOKENS, PARTS, PIECES
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
         )
-        row = _row_tile(tile, row_tiles, TEAM, TEAMS) * ROWS
+        row = tile % row_tiles * ROWS
         acc = nothing
         second = nothing
+        part = zeros
+        second_part = zeros
         for _k in range(count):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            words, second_words, own, second_own = _of_stage(
-                tiles, shift_tiles, stage * TEAMS + TEAM
-            )
+            words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
             xs = x_tiles.index(stage).permute((1, 0))
             values = _to_float8(words, own, LAYOUT)
-            part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
-            if MODE == 2:
-                part = warpgroup_mma_wait(0, deps=[part])
-                acc = _add(acc, part)
-            values = _to_float8(second_words, second_own, LAYOUT)
-            if MODE == 1:
-                part = warpgroup_mma_wait(0, deps=[part])
-                acc = _add(acc, part)
-            second_part = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
-            if MODE == 0:
+            second_values = _to_float8(second_words, second_own, LAYOUT)
+            if MODE == 3:
+                part = warpgroup_mma(values, xs, part, is_async=True)
+                second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
                 part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+            elif MODE == 2:
+                product = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
+                product = warpgroup_mma_wait(0, deps=[product])
+                acc = _add(acc, product)
+                product = warpgroup_mma(second_values, xs, zeros, use_acc=False, is_async=True)
+                product = warpgroup_mma_wait(0, deps=[product])
+                second = _add(second, product)
             else:
-                second_part = warpgroup_mma_wait(0, deps=[second_part])
+                product = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
+                again = warpgroup_mma(second_values, xs, zeros, use_acc=False, is_async=True)
+                product, again = warpgroup_mma_wait(0, deps=[product, again])
+                acc = _add(acc, product)
+                second = _add(second, again)
             _barrier()
             mbarrier.arrive(free.index(stage), count=1)
-            if MODE == 0:
-                acc = _add(acc, part)
-            second = _add(second, second_part)
             step += 1
+        if MODE == 3:
+            acc = _add(nothing, part)
+            second = _add(nothing, second_part)
         # Rows beyond the end read the last one; their results are not stored.
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         own_rows = gl.minimum(rows, num_rows - 1)
@@ -460,8 +448,6 @@ def grouped_mx_kernel(
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     MODE: gl.constexpr,
-    TEAMS: gl.constexpr,
-    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -483,16 +469,14 @@ def grouped_mx_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     TOKENS: gl.constexpr = x.block_type.shape[0] // 2
-    tiles = gl.allocate_shared_memory(weight.dtype, [TEAMS * STAGES, _ROWS, 32], weight.layout)
-    shift_tiles = gl.allocate_shared_memory(
-        shifts.dtype, [TEAMS * STAGES, _ROWS // 16, 32], shifts.layout
-    )
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, 32], weight.layout)
+    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [STAGES, _ROWS // 16, 32], shifts.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * TOKENS, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2)
-        mbarrier.init(free.index(stage), count=TEAMS)
+        mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     blocks = gl.load(num_blocks, cache_modifier=".cg") * (PARTS * PIECES)
     row_tiles = gl.cdiv(num_first, _ROWS)
@@ -502,93 +486,34 @@ def grouped_mx_kernel(
     shape = (num_outputs, row_tiles, num_rows, num_first)
     target = (out, shares, num_tokens)
     weights = (weight, shifts)
-    if TEAMS == 1:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        lists,
-                        blocks,
-                        buffers,
-                        factors,
-                        target,
-                        shape,
-                        num_steps,
-                        TOP_K,
-                        PARTS,
-                        PIECES,
-                        EPILOGUE,
-                        GATED,
-                        SPLITS,
-                        MODE,
-                        0,
-                        PDL,
-                    ),
+                    lists,
+                    blocks,
+                    buffers,
+                    factors,
+                    target,
+                    shape,
+                    num_steps,
+                    TOP_K,
+                    PARTS,
+                    PIECES,
+                    EPILOGUE,
+                    GATED,
+                    SPLITS,
+                    MODE,
+                    PDL,
                 ),
-                (
-                    _fetch_inputs,
-                    (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL),
-                ),
-                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
-            ],
-            [1, 1],
-            [24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        lists,
-                        blocks,
-                        buffers,
-                        factors,
-                        target,
-                        shape,
-                        num_steps,
-                        TOP_K,
-                        PARTS,
-                        PIECES,
-                        EPILOGUE,
-                        GATED,
-                        SPLITS,
-                        MODE,
-                        0,
-                        PDL,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        lists,
-                        blocks,
-                        buffers,
-                        factors,
-                        target,
-                        shape,
-                        num_steps,
-                        TOP_K,
-                        PARTS,
-                        PIECES,
-                        EPILOGUE,
-                        GATED,
-                        SPLITS,
-                        MODE,
-                        1,
-                        PDL,
-                    ),
-                ),
-                (
-                    _fetch_inputs,
-                    (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL),
-                ),
-                (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )
+            ),
+            (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL)),
+            (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
 
 
 class MxExperts:
@@ -716,13 +641,14 @@ def _launch(
     num_tokens, top_k = routed.ids.shape
     tokens = min(lists.block_rows, MAX_TOKENS)
     parts = lists.block_rows // tokens
-    per_sm = PROGRAMS[tokens]
-    teams = TEAMS[tokens]
     pieces = 1 if epilogue.is_gated else len(out) // top_k
-    num_tiles = -(-weight.num_tiles // teams) * parts * pieces * len(lists.experts)
-    registers = min(255, _REGISTERS // (32 * (4 * teams + 4) * per_sm) // 8 * 8)
-    stage = teams * ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
-    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens * teams - 1024
+    num_tiles = weight.num_tiles * parts * pieces * len(lists.experts)
+    num_experts = len(weight.factors)
+    hit = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)  # expected, of even choices
+    per_sm = _programs_per_sm(PROGRAMS[tokens], weight.num_tiles * pieces * hit)
+    registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
+    stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
+    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
         _descriptor(x.values, [2 * tokens, BLOCK], gl.float8e4nv, 128),
         _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
@@ -750,12 +676,16 @@ def _launch(
         GATED=epilogue.is_gated,
         SPLITS=out.dtype == torch.float8_e4m3fn,
         MODE=MODES[tokens],
-        TEAMS=teams,
-        REGISTERS=(registers * (4 * teams + 4) - 4 * 24) // (4 * teams) // 8 * 8,
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),
     )
+
+
+def _programs_per_sm(options: tuple[int, ...], num_tiles: float) -> int:
+    """Programs take turns with tiles: the fewer places are idle in the last turn, the better."""
+    turns = {each: math.ceil(num_tiles / (NUM_SMS * each)) for each in options}
+    return min(options, key=lambda each: turns[each] * each)
 
 
 def _descriptor(tensor: Tensor, shape: list[int], dtype: Any, swizzle: int) -> TensorDescriptor:
