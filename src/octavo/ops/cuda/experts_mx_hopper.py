@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -529,6 +528,8 @@ class MxExperts:
         self._up, self._down = up, down
         self._biases = biases
         self._epilogue = epilogue
+        num_experts, device = len(up.factors), up.words.device
+        self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
 
     @classmethod
     def of(
@@ -556,7 +557,7 @@ class MxExperts:
         assert x.stride(1) == 1
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
-            routed = routed._replace(lists=_lists_of_one(routed.ids))
+            routed = routed._replace(lists=self._lists_of_one(routed.ids))
         rows = routed.lists.rows
         up_bias, down_bias = self._biases
         inner: Tensor | Halves
@@ -574,25 +575,16 @@ class MxExperts:
         _launch(halves, self._down, down_bias, out, routed, Epilogue.NONE)
         return out
 
+    def _lists_of_one(self, ids: Tensor) -> BlockLists:
+        """Of one token: a block for each of its experts, in the order of ids [1, top_k]."""
+        numbers, top_k = self._numbers, ids.shape[1]
+        begins, ends = numbers[:top_k], numbers[1 : top_k + 1]
+        num_blocks = numbers[top_k : top_k + 1]
+        return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
+
 
 def _is_on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and _is_hopper(device)
-
-
-@cache
-def _constants_of_one(top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """0 to top_k, and top_k, as int32."""
-    if device.type == "cuda":
-        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    places = torch.arange(top_k + 1, dtype=torch.int32, device=device)
-    return places, torch.full((1,), top_k, dtype=torch.int32, device=device)
-
-
-def _lists_of_one(ids: Tensor) -> BlockLists:
-    """Of one token: a block for each of its experts, in the order of ids [1, top_k]."""
-    places, num_blocks = _constants_of_one(ids.shape[1], ids.device)
-    begins, ends = places[:-1], places[1:]
-    return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
 
 
 class Halves(NamedTuple):
