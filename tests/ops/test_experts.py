@@ -473,6 +473,24 @@ def test_mxfp4_on_hopper(
         assert torch.equal(after[others], got[others])
 
 
+def test_mxfp4_that_tables_cannot_hold(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
+    experts_mx_hopper._warn_of_scales.cache_clear()
+    near, wide = (
+        quantized(form, torch.empty(2, 64, 64)) for form in ("mx_float4-near", "mx_float4")
+    )
+    for forms in ((near, wide), (wide, near)):
+        weights = QuantizedExpertWeights(*forms)
+        assert experts_mx_hopper.MxExperts.of(weights, Epilogue.SILU_MUL, torch.bfloat16) is None
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "scales differ by more than a factor of 2^11" in caplog.text
+    weights = QuantizedExpertWeights(near, near)
+    for dtype in (torch.float16, torch.float32):
+        assert experts_mx_hopper.MxExperts.of(weights, Epilogue.SILU_MUL, dtype) is None
+
+
 @pytest.mark.parametrize("num_first", [None, 100])
 def test_tables_hold_weights_in_mxfp4(num_first: int | None) -> None:
     """They are exact, also with groups of zeros, whatever their scale; and refused, where scales

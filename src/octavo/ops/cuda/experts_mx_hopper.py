@@ -1,10 +1,11 @@
 """MXFP4 experts on Hopper GPUs: grouped products of FP8 with weights that a table makes e4m3.
 
-Inputs are split beforehand, where the lists of routing.py have them: each row by a power of two of
-its own into an e4m3 number and, 32 times as large, the e4m3 number of what is left, which together
+Inputs are split beforehand, in the order of routing.py's lists: each row, by a power of two of its
+own, into an e4m3 number and, 32 times as large, the e4m3 number of what is left, which together
 have the bits of a bfloat16. So TMA fetches all that a product takes, and the tensor cores' right
-operand has two columns for each token, which are added in float32 after each BLOCK inputs: within
-them, tensor cores add products of FP8 with some 14 bits.
+operand has two columns for each token, whose sums are added in the end. Tensor cores add products
+of FP8 with some 14 bits: of 2,880 inputs, sums are some 5e-4 off, a third of what rounding to
+bfloat16 does (as the norm of the difference, if additions of 32 products are truncated).
 
 Programs are as many as fit on the SMs, and each computes one tile after the other: ROWS rows of
 each of two matrices (expert_tables.py) times the tokens of a block. One warp fetches weights,
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +54,6 @@ TOKENS_OF_ONE = 16  # of a tile, for one token
 PIECES_OF_ONE = 4  # of the down projection's inputs
 # How many programs may share an SM, by tokens of a tile.
 PROGRAMS: dict[int, tuple[int, ...]] = {16: (3, 4), 32: (3,), 64: (2,)}
-MODES = {16: 3, 32: 3, 64: 3}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
@@ -288,10 +289,10 @@ def _of_stage(tiles, shift_tiles, stage):
 
 
 @gluon.jit
-def _add(acc, part):
-    """acc [ROWS, TOKENS] plus part [ROWS, 2 TOKENS], which has both numbers of each token."""
-    high, low = gl.split(part.reshape([acc.shape[0], acc.shape[1], 2]))
-    return acc + high + low * (1.0 / _LOW)
+def _of_both(sums):
+    """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
+    high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
+    return high + low * (1.0 / _LOW)
 
 
 @gluon.jit
@@ -329,7 +330,6 @@ def _multiply(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
-    MODE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
@@ -346,16 +346,12 @@ def _multiply(
     if PDL:
         tl.extra.cuda.gdc_wait()
     zeros = gl.zeros([ROWS, 2 * TOKENS], gl.float32, LAYOUT)
-    nothing, _nothing_low = gl.split(zeros.reshape([ROWS, TOKENS, 2]))
-    SUMS: gl.constexpr = nothing.type.layout
     step = 0
     for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
         expert, begin, end, piece, _first, count = _task(
             lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
         )
         row = tile % row_tiles * ROWS
-        acc = nothing
-        second = nothing
         part = zeros
         second_part = zeros
         for _k in range(count):
@@ -365,29 +361,15 @@ def _multiply(
             xs = x_tiles.index(stage).permute((1, 0))
             values = _to_float8(words, own, LAYOUT)
             second_values = _to_float8(second_words, second_own, LAYOUT)
-            if MODE == 3:
-                part = warpgroup_mma(values, xs, part, is_async=True)
-                second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
-                part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
-            elif MODE == 2:
-                product = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
-                product = warpgroup_mma_wait(0, deps=[product])
-                acc = _add(acc, product)
-                product = warpgroup_mma(second_values, xs, zeros, use_acc=False, is_async=True)
-                product = warpgroup_mma_wait(0, deps=[product])
-                second = _add(second, product)
-            else:
-                product = warpgroup_mma(values, xs, zeros, use_acc=False, is_async=True)
-                again = warpgroup_mma(second_values, xs, zeros, use_acc=False, is_async=True)
-                product, again = warpgroup_mma_wait(0, deps=[product, again])
-                acc = _add(acc, product)
-                second = _add(second, again)
+            part = warpgroup_mma(values, xs, part, is_async=True)
+            second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
+            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
             _barrier()
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
-        if MODE == 3:
-            acc = _add(nothing, part)
-            second = _add(nothing, second_part)
+        acc = _of_both(part)
+        second = _of_both(second_part)
+        SUMS: gl.constexpr = acc.type.layout
         # Rows beyond the end read the last one; their results are not stored.
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         own_rows = gl.minimum(rows, num_rows - 1)
@@ -446,13 +428,12 @@ def grouped_mx_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
-    MODE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
 
-    The preceding kernel has let this one start after its own wait: lists are older, and weights are
-    loaded at once.
+    Lists were written before split_kernel, which lets the next kernel start after its own wait:
+    here, and in the kernel after this one, they may be read, and weights be loaded, before it.
 
     Args:
         x, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's tokens.
@@ -503,7 +484,6 @@ def grouped_mx_kernel(
                     EPILOGUE,
                     GATED,
                     SPLITS,
-                    MODE,
                     PDL,
                 ),
             ),
@@ -544,11 +524,7 @@ class MxExperts:
         up_tables = ExpertTables.of(up, num_first=up.shape[1] // 2)
         down_tables = ExpertTables.of(down) if up_tables is not None else None
         if up_tables is None or down_tables is None:
-            logger.warning(
-                "a slower kernel computes MXFP4 experts: within a row, their scales differ by more"
-                " than a factor of 2^%d",
-                MAX_SHIFT,
-            )
+            _warn_of_scales()
             return None
         return cls(up_tables, down_tables, (weights.up_bias, weights.down_bias), epilogue)
 
@@ -581,6 +557,16 @@ class MxExperts:
         begins, ends = numbers[:top_k], numbers[1 : top_k + 1]
         num_blocks = numbers[top_k : top_k + 1]
         return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
+
+
+@cache
+def _warn_of_scales() -> None:
+    """Once, not for every layer."""
+    logger.warning(
+        "a slower kernel computes MXFP4 experts: within a row of the weights, scales differ by more"
+        " than a factor of 2^%d",
+        MAX_SHIFT,
+    )
 
 
 def _is_on_hopper(device: torch.device) -> bool:
@@ -667,7 +653,6 @@ def _launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         SPLITS=out.dtype == torch.float8_e4m3fn,
-        MODE=MODES[tokens],
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),
