@@ -82,7 +82,7 @@ class Layer:
         else:
             forms = in_form(up, form), in_form(down, form)
             weights = QuantizedExpertWeights(*forms, *biases)
-            kernel = make_quantized_experts_kernel(weights, shape.epilogue)
+            kernel = make_quantized_experts_kernel(weights, shape.epilogue, DTYPE)
             self.expert_bytes = sum(each.nbytes for each in forms) / num
         self.num_hit = torch.zeros(1, dtype=torch.int64, device=device)
         self._router = make_router_kernel(router, shape.routing, self.num_hit)

@@ -91,7 +91,10 @@ def test_what_cannot_be_served_is_refused(
 class AddedUp:
     """The GPU's kernel, with the sum that a norm takes there."""
 
-    def __init__(self, weights: QuantizedExpertWeights, epilogue: Epilogue) -> None:
+    def __init__(
+        self, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+    ) -> None:
+        assert dtype == torch.float32
         kernel = CudaExperts.of(weights, epilogue)
         assert kernel is not None
         self._kernel = kernel

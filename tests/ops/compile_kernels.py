@@ -252,8 +252,9 @@ def experts() -> None:
     """Routing by each rule, and experts of one token, of few and of many for each expert; of all
     forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
-    from octavo.ops.cuda import experts_one_packed
+    from octavo.ops.cuda import experts_mx_hopper, experts_one_packed
     from octavo.ops.cuda.expert_weights import ExpertMatrices
+    from octavo.ops.cuda.experts_mx_hopper import MxExperts
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
@@ -278,6 +279,7 @@ def experts() -> None:
             cuda_experts.mix(x, routed, weights, epilogue)
     for module in (cuda_experts, experts_one_packed):  # what a GPU multiplies in pairs
         module.has_bfloat16_pairs = lambda device: True
+    experts_mx_hopper._is_on_hopper = lambda device: True
     dense = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
     zeros = torch.zeros(num, 2 * inner, size // 32, dtype=torch.int16)
     for quantize in (
@@ -298,6 +300,10 @@ def experts() -> None:
             kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
         matrices = [ExpertMatrices.of(each) for each in forms[:2]]
         experts_on_hopper([each for each in matrices if each is not None], router, softmax)
+        on_hopper = MxExperts.of(forms, Epilogue.SILU_MUL, torch.bfloat16)
+        for num_tokens in (1, 2, 64, 128, 1024) if on_hopper else ():
+            x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
+            on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
@@ -309,15 +315,10 @@ def experts_on_hopper(
     """experts_hopper.py's kernel for blocks of each size, if it takes the form."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
-    from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
 
     up, down = matrices
-    if is_for_one(up, down, config.top_k, torch.bfloat16):
-        x = torch.zeros(1, up.size, dtype=torch.bfloat16)
-        routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
-        mix_one_on_hopper(x, routed, up, down, None, None, Epilogue.SILU_MUL)
     for num_tokens in (2, 64, 128):
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)

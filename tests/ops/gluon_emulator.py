@@ -33,6 +33,7 @@ DTYPES = {
 }
 LAYOUTS = (
     "BlockedLayout",
+    "DistributedLinearLayout",
     "DotOperandLayout",
     "NVMMADistributedLayout",
     "SliceLayout",
@@ -198,10 +199,10 @@ class _Namespaces:
             max=lambda values, axis: values.amax(axis),
             sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
-            where=lambda condition, a, b: torch.where(condition, a, b),
+            where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
             join=lambda a, b: torch.stack((a, b), dim=-1),
             split=lambda pairs: pairs.unbind(-1),
-            convert_layout=lambda values, layout: values,
+            convert_layout=lambda values, layout, assert_trivial=False: values,
             inline_asm_elementwise=_assembly,
             warp_specialize=_partitions,
             load=_load,
@@ -325,19 +326,19 @@ def _partitions(
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    """PTX of 32-bit registers: mov, shifts, and, prmt of whole halves, lop3 as (a & b) | c, and
-    operations on two 16-bit numbers. Two neighbouring words of each argument have a register
-    each."""
+    """PTX of 32-bit registers: mov, shifts, and, mad, prmt, lop3 as (a & b) | c, and operations on
+    two 16-bit numbers. `pack` neighbouring words of each argument have a register each, and so many
+    elements share one of the results."""
     if not isinstance(dtype, tuple):
         (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
         return one
     num = len(dtype)
-    assert pack == 2
+    assert pack * dtype[0].itemsize == 4
     registers: dict[str, Tensor] = {}
     for words in args:
         assert words.dtype == torch.int32
-        for i in range(2):
-            registers[f"${num + len(registers)}"] = words[..., i::2].to(torch.int64) & 0xFFFFFFFF
+        for i in range(pack):
+            registers[f"${num + len(registers)}"] = words[..., i::pack].to(torch.int64) & 0xFFFFFFFF
     assert len(constraints.split(",")) == num + len(registers)
 
     def value(name: str) -> Tensor:
@@ -359,10 +360,15 @@ def _assembly(
             result = (sources[0] << sources[1]) & 0xFFFFFFFF
         elif operation == "and.b32":
             result = sources[0] & sources[1]
+        elif operation == "mad.lo.u32":
+            result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
         elif operation == "prmt.b32":
-            half = {"0x5410": 0, "0x7632": 16}[names[2]]
-            low, high = [(each >> half) & 0xFFFF for each in sources[:2]]
-            result = low | (high << 16)
+            octets = sources[0] | (sources[1] << 32)
+            result = torch.zeros_like(octets)
+            for i in range(4):
+                selected = (sources[2] >> (4 * i)) & 15
+                assert (selected < 8).all(), "signs are not replicated"
+                result |= ((octets >> (8 * selected)) & 255) << (8 * i)
         elif operation == "lop3.b32":
             assert names[3] == "0xEA"
             result = (sources[0] & sources[1]) | sources[2]
@@ -372,7 +378,15 @@ def _assembly(
             combine = {"sub": torch.sub, "mul": torch.mul}[name]
             result = _joined(combine(*[_halves(each, dtype[0]) for each in sources]))
         registers[target] = result
-    return tuple(block(_halves(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
+    return tuple(block(_elements(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
+
+
+def _elements(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """32 bits -> the numbers that share them, the lowest bits first, in a new last dimension."""
+    if dtype.itemsize == 2:
+        return _halves(words, dtype)
+    octets = torch.stack([(words >> (8 * i)) & 255 for i in range(4)], dim=-1)
+    return octets.to(torch.uint8).view(dtype)
 
 
 def _halves(words: Tensor, dtype: torch.dtype) -> Tensor:

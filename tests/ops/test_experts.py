@@ -13,7 +13,8 @@ from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_one_hopper
+from octavo.ops.cuda import experts_mx_hopper, routing
+from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_tiles,
     hopper_tiles,
@@ -116,6 +117,14 @@ def cuda_kernel(
     kernel = cuda_experts.CudaExperts.of(weights, epilogue)
     assert kernel is not None
     return kernel
+
+
+def gpu_kernel(
+    weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+) -> ExpertsKernel:
+    """The one that a GPU gets."""
+    kernel = experts_mx_hopper.MxExperts.of(weights, epilogue, dtype)
+    return kernel or cuda_kernel(weights, epilogue)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -282,10 +291,11 @@ def quantized(form: str, weight: Tensor) -> QuantizedWeight:
     """The weight [num_experts, out_features, in_features] in a form."""
     *_, num_rows, size = weight.shape
     generator = torch.Generator(weight.device).manual_seed(size)
-    if form == "mx_float4":
+    if form.startswith("mx_float4"):
         shape = (*weight.shape[:-1], size // 32)
+        least = 116 if form.endswith("near") else 110  # experts_mx_hopper.py takes near scales
         exponents = torch.randint(
-            110, 128, shape, generator=generator, device=weight.device, dtype=torch.uint8
+            least, 128, shape, generator=generator, device=weight.device, dtype=torch.uint8
         )
         shape = (*weight.shape[:-1], size // 2)
         packed = torch.randint(
@@ -310,6 +320,7 @@ FORMS = {
     "float8-rows": (48, 48),
     "float8-blocks": (140, 72),
     "mx_float4": (160, 64),
+    "mx_float4-near": (160, 96),
     "int4-32": (192, 32),
     "int4-32-zeros": (64, 96),
     "int4-64": (192, 64),
@@ -330,8 +341,8 @@ def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> 
     weights = QuantizedExpertWeights(up, down, *dense[2:])
     x = numbers(num_tokens, size, device=device).to(dtype)
     routed = routed_by(BACKENDS["triton"], RouterWeights(*_as(dtype, router)), config, x)
-    experts = cuda_kernel(
-        QuantizedExpertWeights(up, down, *_as(dtype, dense[2:])), Epilogue.CLAMPED_SWIGLU
+    experts = gpu_kernel(
+        QuantizedExpertWeights(up, down, *_as(dtype, dense[2:])), Epilogue.CLAMPED_SWIGLU, dtype
     )
     got = total(experts.apply_partial(x, routed))
     wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
@@ -348,7 +359,7 @@ def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("rule", "num_tokens"), [("all", 65), ("softmax", 70), ("softmax", 1)])
-@pytest.mark.parametrize("form", ["float8-blocks", "mx_float4", "int4-32"])
+@pytest.mark.parametrize("form", ["float8-blocks", "mx_float4", "mx_float4-near", "int4-32"])
 def test_quantized_experts_that_all_tokens_take(
     device: torch.device, form: str, rule: str, num_tokens: int
 ) -> None:
@@ -364,7 +375,7 @@ def test_quantized_experts_that_all_tokens_take(
         x[3] = torch.inf
     routed = routed_by(BACKENDS["triton"], router, config, x)
     assert (routed.ids[0] == torch.arange(config.top_k, device=device)).all()
-    got = total(cuda_kernel(weights, Epilogue.SILU_MUL).apply_partial(x, routed))
+    got = total(gpu_kernel(weights, Epilogue.SILU_MUL, dtype).apply_partial(x, routed))
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     if num_tokens > 1:
         assert not got[3].isfinite().any()
@@ -373,7 +384,7 @@ def test_quantized_experts_that_all_tokens_take(
     assert (got - wanted).norm() < tolerance * wanted.norm()
 
 
-HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
+HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks")
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (26, 13, 1)])
@@ -402,7 +413,7 @@ def test_products_on_hopper(
         for i in range(2):
             matrices = ExpertMatrices.of(forms[i])
             assert matrices is not None
-            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm)
+            tiles = hopper_tiles(routed.lists.block_rows, per_sm)
             cuda_experts.launch_on_hopper(
                 sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
             )
@@ -419,29 +430,95 @@ def test_products_on_hopper(
     assert torch.equal(after[others], got[others])
 
 
-@pytest.mark.parametrize(("top_k", "size", "inner"), [(4, 320, 160), (8, 1152, 96), (1, 32, 64)])
-def test_one_token_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, top_k: int, size: int, inner: int
+@pytest.mark.parametrize(
+    ("num_tokens", "block_rows", "epilogue"),
+    [
+        (1, 16, Epilogue.CLAMPED_SWIGLU),
+        (3, 16, Epilogue.SILU_MUL),
+        (26, 32, Epilogue.CLAMPED_SWIGLU),
+        (40, 64, Epilogue.CLAMPED_SWIGLU),
+    ],
+)
+def test_mxfp4_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, block_rows: int, epilogue: Epilogue
 ) -> None:
-    """experts_one_hopper.py's kernels: slices with different numbers of blocks, and without any."""
-    for name in ("gate_up_one_kernel", "down_one_kernel"):
-        monkeypatch.setattr(experts_one_hopper, name, Emulated(getattr(experts_one_hopper, name)))
-    monkeypatch.setattr(experts_one_hopper, "_DOWN_AHEAD", 2)
-    num = 9
-    dense = expert_weights(num, size, inner, CPU, has_bias=True)
-    forms = [quantized("mx_float4", each) for each in dense[:2]]
-    biases = [None if each is None else each.bfloat16() for each in dense[2:]]
-    up, down = [ExpertMatrices.of(each) for each in forms]
-    assert up is not None
-    assert down is not None
-    ids = torch.arange(num).flip(0)[:top_k].int()[None]
-    routed = Routed(ids, torch.rand(1, top_k))
-    x = numbers(1, size).bfloat16()
-    args = (x, routed, up, down, *biases, Epilogue.CLAMPED_SWIGLU)
-    got = experts_one_hopper.mix_one_on_hopper(*args).float()
-    weights = QuantizedExpertWeights(forms[0], forms[1], *biases)
-    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
-    assert (got - wanted).norm() < 6e-3 * wanted.norm()
+    """experts_mx_hopper.py's kernels, carried out by the emulator: sizes that no tile divides,
+    several tiles for a program, and blocks of several tiles of tokens."""
+    for name in ("grouped_mx_kernel", "split_kernel"):
+        monkeypatch.setattr(experts_mx_hopper, name, Emulated(getattr(experts_mx_hopper, name)))
+    for name in ("_is_on_hopper", "NUM_SMS"):
+        monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
+    monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
+    monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
+    config = RoutingConfig(num_experts=5, top_k=3)
+    size, inner = 320, 160
+    dense = expert_weights(config.num_experts, size, inner, CPU, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    x = (numbers(num_tokens, size)).bfloat16()
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
+    x *= 300
+    x[:, 5] *= 1e3
+    experts = experts_mx_hopper.MxExperts.of(weights, epilogue, x.dtype)
+    assert experts is not None
+    got = total(experts.apply_partial(x, routed))
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
+    if num_tokens > 1:
+        x[1, 7], x[2, 7] = torch.nan, torch.inf
+        after = total(experts.apply_partial(x, routed))
+        others = [0, *range(3, num_tokens)]
+        assert after[1].isnan().all()
+        assert not after[2].isfinite().any()
+        assert torch.equal(after[others], got[others])
+
+
+def test_mxfp4_that_tables_cannot_hold(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
+    experts_mx_hopper._warn_of_scales.cache_clear()
+    near, wide = (
+        quantized(form, torch.empty(2, 64, 64)) for form in ("mx_float4-near", "mx_float4")
+    )
+    for forms in ((near, wide), (wide, near)):
+        weights = QuantizedExpertWeights(*forms)
+        assert experts_mx_hopper.MxExperts.of(weights, Epilogue.SILU_MUL, torch.bfloat16) is None
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "scales differ by more than a factor of 2^11" in caplog.text
+    weights = QuantizedExpertWeights(near, near)
+    for dtype in (torch.float16, torch.float32):
+        assert experts_mx_hopper.MxExperts.of(weights, Epilogue.SILU_MUL, dtype) is None
+
+
+@pytest.mark.parametrize("num_first", [None, 100])
+def test_tables_hold_weights_in_mxfp4(num_first: int | None) -> None:
+    """They are exact, also with groups of zeros, whatever their scale; and refused, where scales
+    of a row are too far from each other."""
+    form = quantized("mx_float4-near", torch.empty(2, 200, 320))
+    assert isinstance(form, MxFloat4)
+    form.packed[0, 3] = 0
+    form.packed[1, 5, :16], form.exponents[1, 5, 0] = 0x80, 3
+    tables = ExpertTables.of(form, num_first)
+    assert tables is not None
+    shape = (2, tables.num_tiles, tables.num_blocks)
+    words = tables.words.view(*shape, 64, 2, 4, 4)  # by row, matrix, t, c
+    shifts = tables.shifts.view(torch.uint8).view(*shape, 4, 8, 2, 2, 4)
+    shifts = shifts.permute(0, 1, 2, 3, 6, 4, 5, 7).reshape(*shape, 64, 2, 1, 4).int()
+    codes = torch.tensor([0, 8, 16, 20, 24, 28, 32, 36], dtype=torch.int32)
+    found = torch.empty(*shape, 64, 2, 4, 2, 4, 4)  # by c, h, t, j
+    for h, j in itertools.product(range(2), range(4)):
+        magnitudes = (words >> (4 * (4 * h + j))) & 7
+        signs = (words >> (8 * j + (7, 3)[h])) & 1
+        octets = torch.where(magnitudes > 0, codes[magnitudes] + shifts, 0) | (signs << 7)
+        values = octets.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        found[..., h, :, j] = values.transpose(-1, -2)
+    rows = found.flatten(-4).permute(0, 4, 1, 3, 2, 5).flatten(4).flatten(2, 3)
+    first = tables.num_first
+    stored = torch.cat((rows[:, 0, :first], rows[:, 1, : 200 - first]), dim=1)[..., :320]
+    assert torch.equal(stored * tables.factors[..., None], form.dequantize())
+    form.exponents[1, 5, 1] = 140
+    assert ExpertTables.of(form, num_first) is None
 
 
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -102,17 +102,18 @@ def list_experts(ids: Tensor, num_experts: int, num_hit: Tensor) -> Any:
 
 
 def make_quantized_experts_kernel(
-    weights: QuantizedExpertWeights, epilogue: Epilogue
+    weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
 ) -> ExpertsKernel | None:
-    """The fastest kernel for quantized forms; `epilogue` is gated.
+    """The fastest kernel for quantized forms and inputs of `dtype`; `epilogue` is gated.
 
     None: there is none on this device, or for such forms.
     """
     if weights.up.device.type != "cuda":
         return None
     from octavo.ops.cuda.experts import CudaExperts
+    from octavo.ops.cuda.experts_mx_hopper import MxExperts
 
-    return CudaExperts.of(weights, epilogue)
+    return MxExperts.of(weights, epilogue, dtype) or CudaExperts.of(weights, epilogue)
 
 
 def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
 
+# Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
+# up; beyond that it would take longer to write and read than it is worth.
+EXACT_TOKENS = 256
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
@@ -47,7 +50,6 @@ class HopperTiles:
     rows: int  # of each of two matrices
     stages: int
     per_sm: int  # programs that share an SM
-    overlaps: bool  # MXFP4: a tile is converted while the one before is multiplied
     at_once: int  # steps whose inputs are loaded together
     gathering_warps: int
     gathering_registers: int  # of a thread
@@ -58,43 +60,35 @@ class HopperTiles:
         return 4 + self.gathering_warps + 4
 
 
-# Programs that share an SM by bits of a weight and tokens of a tile; other tiles are left to
-# experts.py's kernel. Measured on 2026-11-22 on one H200, without routing, microseconds: that
-# kernel, and this one with one, two and three programs.
-#   FP8, Qwen3-30B-A3B, 8 tokens      95    84    73    70
-#                      64 tokens     213   204   160   157
-#                     256 tokens     248   303   206           tiles of 32 tokens
-#   MXFP4, gpt-oss-20b,  8 tokens    147   168   122
-#                      64 tokens     207   243   179
-#                     128 tokens     257         244           tiles of 32 tokens, on 2026-11-23
-#                     256 tokens     371   316                 tiles of 64 tokens
-# (one program of MXFP4 as HopperTiles.overlaps, which takes 4% more time where two share an SM, and
-# 361 in place of 316 otherwise). In bfloat16 this kernel took 118, 274 and 293 for 8, 64 and 256
-# tokens where experts.py's takes 115, 269 and 290.
-_PROGRAMS = {(8, 16): 3, (8, 32): 2, (4, 16): 2, (4, 32): 2, (4, 64): 1}
+# Programs that share an SM by tokens of a tile; other tiles are left to experts.py's kernel.
+# Measured on 2026-11-22 on one H200, without routing, microseconds: that kernel, and this one with
+# one, two and three programs.
+#   Qwen3-30B-A3B, 8 tokens      95    84    73    70
+#                 64 tokens     213   204   160   157
+#                256 tokens     248   303   206           tiles of 32 tokens
+# In bfloat16 this kernel took 118, 274 and 293 for 8, 64 and 256 tokens where experts.py's takes
+# 115, 269 and 290.
+_PROGRAMS = {16: 3, 32: 2}
 
 
 def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
-    """Tiles for products of blocks of `tokens`, of 16 bits; None: other kernels compute them."""
-    if matrices.format not in (Format.FLOAT8, Format.MX_FLOAT4):
+    """Tiles for products of blocks of `tokens` in FP8; None: other kernels compute them."""
+    if matrices.format != Format.FLOAT8 or tokens not in _PROGRAMS:
         return None
-    per_sm = _PROGRAMS.get((matrices.bits, tokens))
-    return None if per_sm is None else hopper_tiles(tokens, matrices.bits, per_sm)
+    return hopper_tiles(tokens, _PROGRAMS[tokens])
 
 
-def hopper_tiles(tokens: int, bits: int, per_sm: int) -> HopperTiles:
-    """As many stages as fit; bits: of a weight."""
-    rows = 64
-    stage = BLOCK * (2 * rows * bits // 8 + 2 * tokens) + 4 * tokens
+def hopper_tiles(tokens: int, per_sm: int) -> HopperTiles:
+    """As many stages as fit."""
+    rows, warps = 64, 4
+    stage = BLOCK * (2 * rows + 2 * tokens) + 4 * tokens
     stages = (_SHARED_MEMORY // per_sm - 4 * rows * tokens - 1024) // stage
-    warps = 8 if tokens == 64 else 4
-    # Of 16 bits, a thread has so many inputs of a step, and room for about 128.
-    at_once = max(1, min(4, (64 if bits == 8 else 128) // (tokens * BLOCK // (32 * warps))))
+    # Of 16 bits, a thread has so many inputs of a step, and room for about 64.
+    at_once = max(1, min(4, 64 // (tokens * BLOCK // (32 * warps))))
     return HopperTiles(
         rows,
         min(_MAX_HOPPER_STAGES, stages),
         per_sm,
-        overlaps=per_sm == 1,
         at_once=at_once,
         gathering_warps=warps,
         gathering_registers=72 if per_sm == 3 else 104,

@@ -34,8 +34,8 @@ LARGEST_FACTOR = 254
 SIGN_BITS, MAGNITUDE_BITS = (15, 12, 14, 13), (6, 3, 0, 9)
 
 
-def _mx_float4_assembly(factors: tuple[str, str, str, str]) -> str:
-    """PTX: the words $8 and $9 -> $0 to $7, two bfloat16 each; factors: registers of two each."""
+def _mx_float4_assembly() -> str:
+    """PTX: the words $8 and $9 -> $0 to $7, two bfloat16 each, by factors in $10 to $13."""
     lines = [
         ".reg .b32 low, high, s, t;",
         "prmt.b32 low, $8, $9, 0x5410;",
@@ -54,13 +54,11 @@ def _mx_float4_assembly(factors: tuple[str, str, str, str]) -> str:
             lines.append(f"and.b32 t, {moved}, 0x01C001C0;")
             lines.append(f"shl.b32 s, {source}, {15 - sign};")
             lines.append("lop3.b32 t, s, 0x80008000, t, 0xEA;")
-        lines.append(f"mul.bf16x2 ${i}, t, {factors[i // 2]};")
+        lines.append(f"mul.bf16x2 ${i}, t, ${10 + i // 2};")
     return "{" + "\n".join(lines) + "}"
 
 
-_TO_BFLOAT16 = tl.constexpr(_mx_float4_assembly(("$10", "$11", "$12", "$13")))
-# For factors of two words each, of which the first one's are used.
-MX_FLOAT4_TO_PAIRS = tl.constexpr(_mx_float4_assembly(("$10", "$12", "$14", "$16")))
+_TO_BFLOAT16 = tl.constexpr(_mx_float4_assembly())
 
 
 class Format(IntEnum):

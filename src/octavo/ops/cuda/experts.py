@@ -1,5 +1,7 @@
 """The experts' projections on NVIDIA GPUs, as grouped products.
 
+MXFP4 has kernels of its own on Hopper GPUs (experts_mx_hopper.py).
+
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that
 follows adds up each token's experts in their order. One token has kernels of its own
@@ -23,21 +25,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import activate_gated
-from octavo.ops.cuda.expert_tiles import HopperTiles, Tiles, choose_hopper_tiles, choose_tiles
+from octavo.ops.cuda.expert_tiles import (
+    EXACT_TOKENS,
+    HopperTiles,
+    Tiles,
+    choose_hopper_tiles,
+    choose_tiles,
+)
 from octavo.ops.cuda.expert_weights import (
     BLOCK,
     FLOAT8,
     MX_FLOAT4,
     WORDS,
     ExpertMatrices,
-    Format,
     has_bfloat16_pairs,
     load_tile,
     unpack,
 )
 from octavo.ops.cuda.experts_hopper import grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
-from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
@@ -46,9 +52,6 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 
-# Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
-# up; beyond that it would take longer to write and read than it is worth.
-EXACT_TOKENS = 256
 _REGISTERS = 65536  # of an SM
 NUM_SMS = 132
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
@@ -86,8 +89,6 @@ class CudaExperts:
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
-            if is_for_one(up, down, top_k, x.dtype) and _is_on_hopper(x.device):
-                mix_one = mix_one_on_hopper
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         inner = x.new_empty((num_tokens * top_k, down.size))
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
@@ -119,9 +120,7 @@ def _tiles_on_hopper(weight: ExpertMatrices, tokens: int, x: Tensor) -> HopperTi
     like x, or not on this GPU."""
     if not _is_on_hopper(x.device) or not _has_tma(weight.values):
         return None
-    is_served = x.dtype == torch.bfloat16 or (
-        x.dtype == torch.float16 and not weight.format.is_packed
-    )
+    is_served = x.dtype in (torch.bfloat16, torch.float16)
     return choose_hopper_tiles(tokens, weight) if is_served else None
 
 
@@ -141,15 +140,13 @@ def launch_on_hopper(
     num_tokens, top_k = routed.ids.shape
     num_outputs, tokens = out.shape[-1], lists.block_rows
     scales = weight.scales
+    assert scales is not None
     is_gated = epilogue.is_gated
     row_tiles = triton.cdiv(num_outputs, tiles.rows * (1 if is_gated else 2))
-    is_split = weight.format == Format.FLOAT8
-    x_type = gl.float8e4nv if is_split else gl.bfloat16
     grouped_kernel[(min(row_tiles * len(lists.experts), NUM_SMS * tiles.per_sm),)](
         x,
         _stored_descriptor(weight, tiles),
         scales,
-        weight.factors,
         bias,
         out,
         lists.rows,
@@ -162,19 +159,17 @@ def launch_on_hopper(
         num_outputs,
         weight.size,
         x.stride(0),
-        0 if scales is None else scales.stride(0),
-        0 if scales is None else scales.shape[2],
+        scales.stride(0),
+        scales.shape[2],
         TOP_K=top_k,
         TOKENS=tokens,
         STAGES=tiles.stages,
-        FORMAT=int(weight.format),
         SCALE_ROWS=weight.scale_rows,
         SCALE_COLUMNS=weight.scale_columns,
         EPILOGUE=int(epilogue),
         GATED=is_gated,
-        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, BLOCK], x_type),
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, BLOCK], gl.float8e4nv),
         EARLY=not is_gated,
-        OVERLAPS=tiles.overlaps,
         AT_ONCE=tiles.at_once,
         GATHERING_WARPS=tiles.gathering_warps,
         GATHERING_REGISTERS=tiles.gathering_registers,
@@ -189,10 +184,8 @@ def _stored_descriptor(weight: ExpertMatrices, tiles: HopperTiles) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    is_packed = weight.format.is_packed
-    shape = [tiles.rows, WORDS if is_packed else BLOCK]
-    element = gl.int32 if is_packed else gl.float8e4nv
-    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+    shape = [tiles.rows, BLOCK]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
     return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout)
 
 

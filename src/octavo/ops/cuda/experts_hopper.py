@@ -11,8 +11,6 @@ sides: each 128 inputs of a token are scaled by a power of two, and split into t
 e4m3 numbers that add up to what a bfloat16 holds (4 bits of its 8 each), so that no weight has to
 be converted, and no input is rounded beyond 2^-17 of the largest one. The tensor cores add products
 of FP8 with some 14 bits; sums of 128 inputs are added in float32.
-
-4-bit weights (MXFP4) pass through registers, where they become bfloat16 (expert_weights.py).
 """
 
 from __future__ import annotations
@@ -27,12 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.expert_weights import BLOCK, FLOAT8, MX_FLOAT4, MX_FLOAT4_TO_PAIRS
+from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
-from octavo.ops.cuda.linear_hopper_quantized import _interleave
 
-_FLOAT8, _MX_FLOAT4 = FLOAT8, MX_FLOAT4
-_TO_PAIRS = MX_FLOAT4_TO_PAIRS
 _BLOCK = tl.constexpr(BLOCK)  # inputs at once
 
 
@@ -75,12 +70,11 @@ def _gather(
     stride,
     num_steps,
     TOP_K: gl.constexpr,
-    SPLIT: gl.constexpr,
     GATED: gl.constexpr,
     AT_ONCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that loads inputs; with SPLIT, as two e4m3 numbers and a scale.
+    """The partition that loads inputs, as two e4m3 numbers and a scale.
 
     It has the inputs of AT_ONCE steps under way together, so as not to wait for each of them.
     """
@@ -118,20 +112,16 @@ def _gather(
                 if start + i < num_steps:
                     stage = (step + i) % STAGES
                     parity = ((step + i) // STAGES + 1) & 1
-                    if SPLIT:
-                        exact = loaded[i].to(gl.float32)  # type: ignore[var-annotated]
-                        largest = gl.max(gl.maximum(exact, -exact), 1)
-                        exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-                        exact = exact * gl.exp2(-exponent)[:, None]  # below 256
-                        high = exact.to(gl.float8e4nv)
-                        low = (exact - high.to(gl.float32)).to(gl.float8e4nv)
-                        mbarrier.wait(free.index(stage), parity)
-                        x_tiles.index(stage).store(high)
-                        x_lows.index(stage).store(low)
-                        x_scales.index(stage).store(gl.exp2(exponent))
-                    else:
-                        mbarrier.wait(free.index(stage), parity)
-                        x_tiles.index(stage).store(loaded[i])
+                    exact = loaded[i].to(gl.float32)  # type: ignore[var-annotated]
+                    largest = gl.max(gl.maximum(exact, -exact), 1)
+                    exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
+                    exact = exact * gl.exp2(-exponent)[:, None]  # below 256
+                    high = exact.to(gl.float8e4nv)
+                    low = (exact - high.to(gl.float32)).to(gl.float8e4nv)
+                    mbarrier.wait(free.index(stage), parity)
+                    x_tiles.index(stage).store(high)
+                    x_lows.index(stage).store(low)
+                    x_scales.index(stage).store(gl.exp2(exponent))
                     fence_async_shared()
                     _barrier()
                     mbarrier.arrive(ready.index(stage), count=1)
@@ -139,56 +129,12 @@ def _gather(
 
 
 @gluon.jit
-def _pair(fields, i: gl.constexpr):
-    """The factor of the group i of a block, in both halves of a word."""
-    return ((fields >> (8 * i)) & 255) * 0x00800080
+def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
+    """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
 
-
-@gluon.jit
-def convert(words, fields, OPERAND: gl.constexpr):
-    """MXFP4 [rows, 16] words as bfloat16 [rows, 128], tensor cores' left operand in registers.
-
-    fields: int32 [rows], four exponent fields each.
+    target: first and last place, and numbers of tokens and outputs.
     """
-    none = gl.zeros(words.shape, gl.int32, OPERAND)
-    planes = gl.inline_asm_elementwise(
-        _TO_PAIRS,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
-        [
-            words,
-            none + _pair(fields, 0)[:, None],
-            none + _pair(fields, 1)[:, None],
-            none + _pair(fields, 2)[:, None],
-            none + _pair(fields, 3)[:, None],
-        ],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
-    )
-    return gl.convert_layout(_interleave(planes), OPERAND)
-
-
-@gluon.jit
-def _pairs(tile, fields, LAYOUT: gl.constexpr):
-    """A tile of MXFP4 in shared memory, as `convert` makes it."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
-    return convert(tile.load(OPERAND), fields, OPERAND)
-
-
-@gluon.jit
-def _store(
-    acc,
-    out,
-    lists,
-    shares,
-    block,
-    row,
-    num_tokens,
-    num_outputs,
-    TOP_K: gl.constexpr,
-    GATED: gl.constexpr,
-):
-    """Write acc [ROWS, TOKENS], outputs from `row` on, for a block's tokens."""
+    begin, end, num_tokens, num_outputs = target
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     LANES: gl.constexpr = ROWS // 8
@@ -196,18 +142,17 @@ def _store(
     STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
-    begins, ends, rows = lists[1], lists[2], lists[3]
     values = gl.convert_layout(acc, STORE)
-    places = gl.load(begins + block) + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
-    is_row = places < gl.load(ends + block)
+    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
+    is_row = places < end
     if GATED:
-        target = places
+        stored = places
     else:
         assigned = gl.load(rows + places, mask=is_row, other=0)
         values = values * gl.load(shares + assigned, mask=is_row, other=0.0)[None, :]
-        target = assigned % TOP_K * num_tokens + assigned // TOP_K
+        stored = assigned % TOP_K * num_tokens + assigned // TOP_K
     outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-    targets = out + target.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
+    targets = out + stored.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
     inside = is_row[None, :] & (outputs < num_outputs)[:, None]
     gl.store(targets, values.to(out.dtype.element_ty), mask=inside)
 
@@ -226,29 +171,25 @@ def _multiply(
     scale_stride,
     num_scales,
     TOP_K: gl.constexpr,
-    FORMAT: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
     tiles, up_tiles, x_tiles, x_lows, x_scales, ready, free = buffers
     experts = lists[0]
-    weight_scales, weight_factors, bias = factors
+    weight_scales, bias = factors
     num_outputs, row_tiles, per_expert = shape
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     TOKENS: gl.constexpr = x_tiles.shape[1]
     COLUMNS: gl.constexpr = x_tiles.shape[2]
-    DEPTH: gl.constexpr = 32 if FORMAT == _FLOAT8 else 16  # of an instruction: 32 bytes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, DEPTH]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 32]
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    FIELDS: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, LAYOUT, k_width=2))
     if PDL:
         tl.extra.cuda.gdc_wait()
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
@@ -264,104 +205,51 @@ def _multiply(
         up_rows = gl.minimum(up_row + gl.arange(0, ROWS, layout=BY_ROW), last)
         acc = zeros
         up = zeros
-        if FORMAT == _MX_FLOAT4:
-            places = expert.to(gl.int64) * per_expert
-            own = gl.minimum(row + gl.arange(0, ROWS, layout=FIELDS), last)
-            up_own = gl.minimum(up_row + gl.arange(0, ROWS, layout=FIELDS), last)
-            own_scales = weight_scales + (places + own) * num_scales
-            up_scales = weight_scales + (places + up_own) * num_scales
-            fields = gl.load(own_scales)
-            up_fields = gl.load(up_scales)
-            last_step = num_steps - 1
-            if OVERLAPS:
-                next_fields = gl.load(own_scales + gl.minimum(1, last_step))
-                mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-                ws = _pairs(tiles.index(step % STAGES), fields, LAYOUT)
-                for k in range(num_steps):
-                    later_fields = gl.load(own_scales + gl.minimum(k + 2, last_step))
-                    up_next_fields = gl.load(up_scales + gl.minimum(k + 1, last_step))
-                    stage = step % STAGES
-                    xs = x_tiles.index(stage).permute((1, 0))
-                    product = warpgroup_mma(ws, xs, acc, is_async=True)
-                    us = _pairs(up_tiles.index(stage), up_fields, LAYOUT)
-                    up_product = warpgroup_mma(us, xs, up, is_async=True)
-                    acc, ws = warpgroup_mma_wait(1, deps=[product, ws])
-                    # At a tile's end, its last step once more: the next tile has other scales.
-                    following = step + gl.minimum(k + 1, last_step) - k
-                    mbarrier.wait(ready.index(following % STAGES), (following // STAGES) & 1)
-                    ws = _pairs(tiles.index(following % STAGES), next_fields, LAYOUT)
-                    up, us = warpgroup_mma_wait(0, deps=[up_product, us])
-                    _barrier()
-                    mbarrier.arrive(free.index(stage), count=1)
-                    next_fields = later_fields
-                    up_fields = up_next_fields
-                    step += 1
-            for k in range(0 if OVERLAPS else num_steps):
-                following = gl.minimum(k + 1, num_steps - 1)
-                next_fields = gl.load(own_scales + following)
-                up_next_fields = gl.load(up_scales + following)
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                xs = x_tiles.index(stage).permute((1, 0))
-                ws = _pairs(tiles.index(stage), fields, LAYOUT)
-                product = warpgroup_mma(ws, xs, acc, is_async=True)
-                us = _pairs(up_tiles.index(stage), up_fields, LAYOUT)
-                up_product = warpgroup_mma(us, xs, up, is_async=True)
-                acc, up, ws, us = warpgroup_mma_wait(0, deps=[product, up_product, ws, us])
-                _barrier()
-                mbarrier.arrive(free.index(stage), count=1)
-                fields = next_fields
-                up_fields = up_next_fields
-                step += 1
-            factor = gl.load(weight_factors + expert)
-            acc = acc * factor
-            up = up * factor
-        else:
-            first_scale = weight_scales + expert.to(gl.int64) * scale_stride
-            own_scales = first_scale + rows // SCALE_ROWS * num_scales
-            up_scales = first_scale + up_rows // SCALE_ROWS * num_scales
-            own = gl.load(own_scales)
-            up_own = gl.load(up_scales)
-            for k in range(num_steps):
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                xs = x_tiles.index(stage).permute((1, 0))
-                lows = x_lows.index(stage).permute((1, 0))
-                part = warpgroup_mma(tiles.index(stage), xs, zeros, use_acc=False, is_async=True)
-                part = warpgroup_mma(tiles.index(stage), lows, part, is_async=True)
-                up_part = warpgroup_mma(
-                    up_tiles.index(stage), xs, zeros, use_acc=False, is_async=True
-                )
-                up_part = warpgroup_mma(up_tiles.index(stage), lows, up_part, is_async=True)
-                of_token = x_scales.index(stage).load(gl.SliceLayout(0, LAYOUT))[None, :]
-                if SCALE_COLUMNS > 0:
-                    following = gl.minimum(k + 1, num_steps - 1) * COLUMNS // SCALE_COLUMNS
-                    next_own = gl.load(own_scales + following)
-                    up_next_own = gl.load(up_scales + following)
-                part, up_part = warpgroup_mma_wait(0, deps=[part, up_part])
-                _barrier()
-                mbarrier.arrive(free.index(stage), count=1)
-                if SCALE_COLUMNS > 0:
-                    acc = acc + part * (of_token * own[:, None])
-                    up = up + up_part * (of_token * up_own[:, None])
-                    own = next_own
-                    up_own = up_next_own
-                else:
-                    acc = acc + part * of_token
-                    up = up + up_part * of_token
-                step += 1
-            if SCALE_COLUMNS == 0:
-                acc = acc * own[:, None]
-                up = up * up_own[:, None]
+        first_scale = weight_scales + expert.to(gl.int64) * scale_stride
+        own_scales = first_scale + rows // SCALE_ROWS * num_scales
+        up_scales = first_scale + up_rows // SCALE_ROWS * num_scales
+        own = gl.load(own_scales)
+        up_own = gl.load(up_scales)
+        for k in range(num_steps):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            xs = x_tiles.index(stage).permute((1, 0))
+            lows = x_lows.index(stage).permute((1, 0))
+            part = warpgroup_mma(tiles.index(stage), xs, zeros, use_acc=False, is_async=True)
+            part = warpgroup_mma(tiles.index(stage), lows, part, is_async=True)
+            up_part = warpgroup_mma(up_tiles.index(stage), xs, zeros, use_acc=False, is_async=True)
+            up_part = warpgroup_mma(up_tiles.index(stage), lows, up_part, is_async=True)
+            of_token = x_scales.index(stage).load(gl.SliceLayout(0, LAYOUT))[None, :]
+            if SCALE_COLUMNS > 0:
+                following = gl.minimum(k + 1, num_steps - 1) * COLUMNS // SCALE_COLUMNS
+                next_own = gl.load(own_scales + following)
+                up_next_own = gl.load(up_scales + following)
+            part, up_part = warpgroup_mma_wait(0, deps=[part, up_part])
+            _barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            if SCALE_COLUMNS > 0:
+                acc = acc + part * (of_token * own[:, None])
+                up = up + up_part * (of_token * up_own[:, None])
+                own = next_own
+                up_own = up_next_own
+            else:
+                acc = acc + part * of_token
+                up = up + up_part * of_token
+            step += 1
+        if SCALE_COLUMNS == 0:
+            acc = acc * own[:, None]
+            up = up * up_own[:, None]
         if bias is not None:
             places = bias + expert.to(gl.int64) * per_expert
             acc = acc + gl.load(places + rows).to(gl.float32)[:, None]
             up = up + gl.load(places + up_rows).to(gl.float32)[:, None]
         if GATED:
             acc = _activate_gated(acc, up, EPILOGUE)
-        _store(acc, out, lists, shares, block, row, num_tokens, num_outputs, TOP_K, GATED)
+        places = gl.load(lists[1] + block), gl.load(lists[2] + block)
+        target = (places[0], places[1], num_tokens, num_outputs)
+        _store(acc, out, lists[3], shares, target, row, TOP_K, GATED)
         if not GATED:
-            _store(up, out, lists, shares, block, up_row, num_tokens, num_outputs, TOP_K, GATED)
+            _store(up, out, lists[3], shares, target, up_row, TOP_K, GATED)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "scale_stride"])
@@ -369,7 +257,6 @@ def grouped_kernel(
     x,
     weight,
     weight_scales,
-    weight_factors,
     bias,
     out,
     rows,
@@ -387,14 +274,12 @@ def grouped_kernel(
     TOP_K: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
-    FORMAT: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     X_LAYOUT: gl.constexpr,
     EARLY: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
     GATHERING_WARPS: gl.constexpr,
     GATHERING_REGISTERS: gl.constexpr,
@@ -416,17 +301,12 @@ def grouped_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
-    SPLIT: gl.constexpr = FORMAT == _FLOAT8
-    X_TYPE: gl.constexpr = gl.float8e4nv if SPLIT else x.dtype.element_ty
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
-    x_lows = x_tiles
-    x_scales = x_tiles
-    if SPLIT:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        x_lows = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
-        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
+    x_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
+    x_lows = gl.allocate_shared_memory(weight.dtype, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -448,7 +328,7 @@ def grouped_kernel(
                     lists,
                     blocks,
                     (tiles, up_tiles, x_tiles, x_lows, x_scales, ready, free),
-                    (weight_scales, weight_factors, bias),
+                    (weight_scales, bias),
                     out,
                     shares,
                     shape,
@@ -457,12 +337,10 @@ def grouped_kernel(
                     scale_stride,
                     num_scales,
                     TOP_K,
-                    FORMAT,
                     SCALE_ROWS,
                     SCALE_COLUMNS,
                     EPILOGUE,
                     GATED,
-                    OVERLAPS,
                     PDL and EARLY,
                 ),
             ),
@@ -478,7 +356,6 @@ def grouped_kernel(
                     stride,
                     num_steps,
                     TOP_K,
-                    SPLIT,
                     GATED,
                     AT_ONCE,
                     PDL and EARLY,

@@ -1,0 +1,672 @@
+"""MXFP4 experts on Hopper GPUs: grouped products of FP8 with weights that a table makes e4m3.
+
+Inputs are split beforehand, in the order of routing.py's lists: each row, by a power of two of its
+own, into an e4m3 number and, 32 times as large, the e4m3 number of what is left, which together
+have the bits of a bfloat16. So TMA fetches all that a product takes, and the tensor cores' right
+operand has two columns for each token, whose sums are added in the end. Tensor cores add products
+of FP8 with some 14 bits: with 2,880 inputs, results are 1.3e-3 from exact ones (as the norm of the
+difference; 1.7e-3 by bfloat16's products, whose gates are rounded; 6e-4 if sums of BLOCK inputs are
+added in float32, which takes 2% to 13% more time). This grows with the number of inputs.
+
+Programs are as many as fit on the SMs, and each computes one tile after the other: ROWS rows of
+each of two matrices (expert_tables.py) times the tokens of a block. One warp fetches weights,
+another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into e4m3, the
+left operand in registers, by 10 operations for 8 weights and their scale, multiplies and stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from octavo.ops.cuda.expert_tables import MAX_SHIFT, ROWS, ExpertTables
+from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
+from octavo.ops.cuda.expert_weights import BLOCK
+from octavo.ops.cuda.experts_hopper import _store
+from octavo.ops.cuda.linear import _is_hopper
+from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.routing import BlockLists
+from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.experts import QuantizedExpertWeights, Routed
+from octavo.ops.quantized import MxFloat4
+
+logger = logging.getLogger(__name__)
+
+NUM_SMS = 132
+MAX_TOKENS = 64  # of a tile
+TOKENS_OF_ONE = 16  # of a tile, for one token
+PIECES_OF_ONE = 4  # of the down projection's inputs
+# How many programs may share an SM, by tokens of a tile.
+PROGRAMS: dict[int, tuple[int, ...]] = {16: (3, 4), 32: (3,), 64: (2,)}
+_REGISTERS = 65536  # of an SM
+_SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
+_MAX_STAGES = 12
+_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
+_BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
+_ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+
+
+def _assembly() -> str:
+    """PTX: words $8 to $11 of one row, with the shifts of its four groups in the octets of $12, ->
+    four e4m3 in each of $0 to $7, of which 2 c and 2 c + 1 are those of word c."""
+    lines = [".reg .b32 low, high, shift, small, large, t;"]
+    for c in range(4):
+        word = f"${8 + c}"
+        lines += [
+            f"prmt.b32 shift, $12, 0, 0x444{c};",
+            # e4m3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
+            "mad.lo.u32 small, shift, 0x01010100, 0x14100800;",
+            "mad.lo.u32 large, shift, 0x01010101, 0x24201C18;",
+            f"and.b32 low, {word}, 0x77777777;",
+            "shr.u32 high, low, 16;",
+            "prmt.b32 t, small, large, low;",
+            f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
+            "prmt.b32 t, small, large, high;",
+            f"shl.b32 high, {word}, 4;",
+            f"lop3.b32 ${2 * c + 1}, high, 0x80808080, t, 0xEA;",
+        ]
+    return "{" + "\n".join(lines) + "}"
+
+
+_TO_FLOAT8 = tl.constexpr(_assembly())
+
+
+@gluon.jit
+def _in_two(values):
+    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
+
+    Numbers are rounded to e4m3's bits before they are converted: the ptxas of Triton 3.6 loses half
+    of those that are converted, and back again to be subtracted.
+    """
+    steps = gl.exp2(3 - gl.floor(gl.log2(gl.maximum(gl.maximum(values, -values), 0.015625))))
+    high = gl.floor(values * steps + 0.5) / steps
+    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
+
+
+@gluon.jit
+def split_kernel(
+    x,
+    halves,
+    scales,
+    rows,
+    size,
+    stride,
+    TOP_K: gl.constexpr,
+    GATHERS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A row of the lists in two e4m3 numbers, and what they are to be multiplied by.
+
+    Args:
+        x: if GATHERS [num_tokens, size], else [num_tokens * TOP_K, size] in the order of `rows`.
+        halves: e4m3 [num_tokens * TOP_K, 2, size].
+        scales: float32 [num_tokens * TOP_K].
+        COLUMNS: power of 2, at least `size`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    place = gl.program_id(0).to(gl.int64)
+    source = place
+    if GATHERS:
+        source = (gl.load(rows + place) // TOP_K).to(gl.int64)
+    columns = gl.arange(0, COLUMNS, layout=LAYOUT)
+    inside = columns < size
+    exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
+    largest = gl.max(gl.maximum(exact, -exact), 0)
+    exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
+    high, low = _in_two(exact * gl.exp2(-exponent))
+    targets = halves + place * 2 * size + columns
+    gl.store(targets, high, mask=inside)
+    gl.store(targets + size, low, mask=inside)
+    gl.store(scales + place, gl.exp2(exponent))
+
+
+@gluon.jit
+def _task(
+    lists,
+    tile,
+    row_tiles,
+    num_steps,
+    TOKENS: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """Of a tile: its expert, where its tokens begin and end, which piece of the inputs it has, the
+    first of their steps, and how many there are: none for a part without tokens."""
+    place = tile // row_tiles
+    piece = place % PIECES
+    block = place // PIECES // PARTS
+    expert = gl.load(lists[0] + block, cache_modifier=".cg")
+    begin = gl.load(lists[1] + block, cache_modifier=".cg") + place // PIECES % PARTS * TOKENS
+    end = gl.load(lists[2] + block, cache_modifier=".cg")
+    per_piece = gl.cdiv(num_steps, PIECES)
+    first = piece * per_piece
+    count = gl.minimum(per_piece, num_steps - first)
+    if PARTS > 1:
+        count = gl.where(begin < end, count, 0)
+    return expert, begin, end, piece, first, count
+
+
+@gluon.jit
+def _fetch(
+    lists,
+    num_blocks,
+    buffers,
+    weights,
+    row_tiles,
+    num_steps,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """The partition that loads weights."""
+    tiles, shift_tiles, x_tiles, ready, free = buffers
+    weight, shifts = weights
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    STAGES: gl.constexpr = tiles.shape[0]
+    BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        expert, _begin, _end, _piece, first, count = _task(
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
+        )
+        first_chunk = (expert * row_tiles + tile % row_tiles) * num_steps
+        for k in range(first, first + count):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready.index(stage), BYTES)
+            chunk = first_chunk + k
+            row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
+            _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
+            _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _fetch_inputs(
+    lists,
+    num_blocks,
+    buffers,
+    x,
+    row_tiles,
+    num_steps,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that loads inputs."""
+    _tiles, _shift_tiles, x_tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        _expert, begin, _end, _piece, first, count = _task(
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
+        )
+        for k in range(first, first + count):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready.index(stage), x.block_type.nbytes)
+            _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _to_float8(words, shifts, LAYOUT: gl.constexpr):
+    """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
+    the tensor cores' left operand in registers."""
+    WORDS: gl.constexpr = words.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
+    none = gl.zeros(words.shape, gl.int32, WORDS)
+    # Of each word c and half h, e4m3 [ROWS, 16].
+    parts = gl.inline_asm_elementwise(
+        _TO_FLOAT8,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, none + shifts[:, None]],
+        dtype=(gl.float8e4nv,) * 8,
+        is_pure=True,
+        pack=4,
+    )
+    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
+    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
+    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
+    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _of_stage(tiles, shift_tiles, stage):
+    """The words and shifts of both matrices, as `_to_float8` takes them."""
+    ROWS: gl.constexpr = tiles.shape[1]
+    # A thread loads 16 bytes at once: the words of row r, and of r + 8, of its 4 e4m3 in 16; or the
+    # shifts of these rows of both matrices.
+    LANES: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    BOTH: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16]], LANES, WARPS, [], [ROWS, 32]
+    )
+    ONE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], LANES, WARPS, [], [ROWS, 16]
+    )
+    SHIFTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]],
+        [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]],
+        [[1, 0], [2, 0]],
+        [],
+        [ROWS // 16, 32],
+    )
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, ONE)
+    words = tiles.index(stage).load(BOTH).reshape([ROWS, 2, 16]).permute((0, 2, 1))
+    shifts = shift_tiles.index(stage).load(SHIFTS).reshape([ROWS // 16, 8, 2, 2])
+    first, second = gl.split(words)
+    own, second_own = gl.split(shifts.permute((0, 3, 1, 2)).reshape([ROWS, 2]))
+    return (
+        gl.convert_layout(first, ONE, assert_trivial=True),
+        gl.convert_layout(second, ONE, assert_trivial=True),
+        gl.convert_layout(own, BY_ROW, assert_trivial=True),
+        gl.convert_layout(second_own, BY_ROW, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _of_both(sums):
+    """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
+    high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
+    return high + low * (1.0 / _LOW)
+
+
+@gluon.jit
+def _store_in_two(acc, out, target, row):
+    """Write acc [ROWS, TOKENS], outputs from `row` on and below 64, as the down projection takes
+    them: e4m3 [places, 2, num_outputs] of _BOUNDED times as much."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    LANES: gl.constexpr = ROWS // 8
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
+    )
+    begin, end, _, num_outputs = target
+    high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
+    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
+    outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    targets = out + places.to(gl.int64)[None, :] * (2 * num_outputs) + outputs[:, None]
+    inside = (places < end)[None, :] & (outputs < num_outputs)[:, None]
+    gl.store(targets, high, mask=inside)
+    gl.store(targets + num_outputs, low, mask=inside)
+
+
+@gluon.jit
+def _multiply(
+    lists,
+    num_blocks,
+    buffers,
+    factors,
+    target,
+    shape,
+    num_steps,
+    TOP_K: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that multiplies."""
+    tiles, shift_tiles, x_tiles, ready, free = buffers
+    weight_factors, x_scales, bias = factors
+    num_outputs, row_tiles, num_rows, num_first = shape
+    out, shares, num_tokens = target
+    STAGES: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    zeros = gl.zeros([ROWS, 2 * TOKENS], gl.float32, LAYOUT)
+    step = 0
+    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
+        expert, begin, end, piece, _first, count = _task(
+            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
+        )
+        row = tile % row_tiles * ROWS
+        part = zeros
+        second_part = zeros
+        for _k in range(count):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
+            xs = x_tiles.index(stage).permute((1, 0))
+            values = _to_float8(words, own, LAYOUT)
+            second_values = _to_float8(second_words, second_own, LAYOUT)
+            part = warpgroup_mma(values, xs, part, is_async=True)
+            second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
+            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+            _barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            step += 1
+        acc = _of_both(part)
+        second = _of_both(second_part)
+        SUMS: gl.constexpr = acc.type.layout
+        # Rows beyond the end read the last one; their results are not stored.
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        own_rows = gl.minimum(rows, num_rows - 1)
+        second_rows = gl.minimum(num_first + rows, num_rows - 1)
+        first = expert.to(gl.int64) * num_rows
+        factor = gl.load(weight_factors + first + own_rows)[:, None]
+        second_factor = gl.load(weight_factors + first + second_rows)[:, None]
+        if x_scales is None:
+            acc = acc * (factor * (1.0 / _BOUNDED))
+            second = second * (second_factor * (1.0 / _BOUNDED))
+        else:
+            tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
+            scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
+            acc = acc * (factor * scales)
+            second = second * (second_factor * scales)
+        if bias is not None:
+            once = gl.where(piece == 0, 1.0, 0.0)
+            acc = acc + once * gl.load(bias + first + own_rows).to(gl.float32)[:, None]
+            second = second + once * gl.load(bias + first + second_rows).to(gl.float32)[:, None]
+        places = (begin, end, num_tokens, num_outputs)
+        if GATED:
+            acc = _activate_gated(acc, second, EPILOGUE)
+        if SPLITS:
+            _store_in_two(acc, out, places, row)
+        else:
+            own_out = out + piece * (TOP_K * num_tokens * num_outputs) if PIECES > 1 else out
+            _store(acc, own_out, lists[3], shares, places, row, TOP_K, GATED)
+            if not GATED:
+                _store(second, own_out, lists[3], shares, places, num_first + row, TOP_K, GATED)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def grouped_mx_kernel(
+    x,
+    weight,
+    shifts,
+    weight_factors,
+    x_scales,
+    bias,
+    out,
+    rows,
+    experts,
+    begins,
+    ends,
+    num_blocks,
+    shares,
+    num_tokens,
+    num_outputs,
+    num_rows,
+    num_first,
+    num_steps,
+    TOP_K: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    STAGES: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Gates and ups with the activation, or down projections, of all blocks.
+
+    Lists were written before split_kernel, which lets the next kernel start after its own wait:
+    here, and in the kernel after this one, they may be read, and weights be loaded, before it.
+
+    Args:
+        x, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's tokens.
+        weight, shifts: descriptors of what a tile has in ExpertTables.
+        weight_factors: ExpertTables.factors.
+        out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
+            with SPLITS; else [PIECES * TOP_K, num_tokens, num_outputs].
+        rows, experts, begins, ends, num_blocks: BlockLists.
+        shares: [num_tokens, TOP_K], weights of the results if not GATED.
+        PARTS: tiles of tokens in a block of the lists.
+        PIECES: into which the inputs of a row are cut, if not GATED; each has results of its own.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    TOKENS: gl.constexpr = x.block_type.shape[0] // 2
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, 32], weight.layout)
+    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [STAGES, _ROWS // 16, 32], shifts.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * TOKENS, _BLOCK], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    blocks = gl.load(num_blocks, cache_modifier=".cg") * (PARTS * PIECES)
+    row_tiles = gl.cdiv(num_first, _ROWS)
+    lists = (experts, begins, ends, rows)
+    buffers = (tiles, shift_tiles, x_tiles, ready, free)
+    factors = (weight_factors, x_scales, bias)
+    shape = (num_outputs, row_tiles, num_rows, num_first)
+    target = (out, shares, num_tokens)
+    weights = (weight, shifts)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    lists,
+                    blocks,
+                    buffers,
+                    factors,
+                    target,
+                    shape,
+                    num_steps,
+                    TOP_K,
+                    PARTS,
+                    PIECES,
+                    EPILOGUE,
+                    GATED,
+                    SPLITS,
+                    PDL,
+                ),
+            ),
+            (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL)),
+            (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+
+
+class MxExperts:
+    """Owns the experts' weights as ExpertTables."""
+
+    def __init__(
+        self,
+        up: ExpertTables,
+        down: ExpertTables,
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+    ) -> None:
+        self._up, self._down = up, down
+        self._biases = biases
+        self._epilogue = epilogue
+        num_experts, device = len(up.factors), up.words.device
+        self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(
+        cls, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+    ) -> MxExperts | None:
+        """None: other kernels compute such weights, or inputs of this dtype."""
+        up, down = weights.up, weights.down
+        if not (isinstance(up, MxFloat4) and isinstance(down, MxFloat4)):
+            return None
+        if dtype != torch.bfloat16 or not _is_on_hopper(up.device):
+            return None
+        up_tables = ExpertTables.of(up, num_first=up.shape[1] // 2)
+        down_tables = ExpertTables.of(down) if up_tables is not None else None
+        if up_tables is None or down_tables is None:
+            _warn_of_scales()
+            return None
+        return cls(up_tables, down_tables, (weights.up_bias, weights.down_bias), epilogue)
+
+    def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
+        """See ExpertsKernel.apply_partial; x dense in its last dimension."""
+        assert x.stride(1) == 1
+        num_tokens, top_k = routed.ids.shape
+        if num_tokens == 1:
+            routed = routed._replace(lists=self._lists_of_one(routed.ids))
+        rows = routed.lists.rows
+        up_bias, down_bias = self._biases
+        inner: Tensor | Halves
+        if self._epilogue is Epilogue.CLAMPED_SWIGLU:  # its results are below 64
+            inner = Halves(_empty_halves(len(rows), self._down.size, x.device), None)
+            target = inner.values
+        else:
+            inner = target = x.new_empty((len(rows), self._down.size))
+        _launch(_split(x, rows, top_k, True), self._up, up_bias, target, routed, self._epilogue)
+        halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
+        dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
+        pieces = PIECES_OF_ONE if num_tokens == 1 else 1
+        shape = pieces * top_k, num_tokens, x.shape[1]
+        out = torch.empty(shape, dtype=dtype, device=x.device)
+        _launch(halves, self._down, down_bias, out, routed, Epilogue.NONE)
+        return out
+
+    def _lists_of_one(self, ids: Tensor) -> BlockLists:
+        """Of one token: a block for each of its experts, in the order of ids [1, top_k]."""
+        numbers, top_k = self._numbers, ids.shape[1]
+        begins, ends = numbers[:top_k], numbers[1 : top_k + 1]
+        num_blocks = numbers[top_k : top_k + 1]
+        return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
+
+
+@cache
+def _warn_of_scales() -> None:
+    """Once, not for every layer."""
+    logger.warning(
+        "a slower kernel computes MXFP4 experts: within a row of the weights, scales differ by more"
+        " than a factor of 2^%d",
+        MAX_SHIFT,
+    )
+
+
+def _is_on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _is_hopper(device)
+
+
+class Halves(NamedTuple):
+    """Inputs of a projection, in the order of the lists."""
+
+    values: Tensor  # e4m3 [2 * rows, size]
+    scales: Tensor | None  # float32 [rows]; None: values are _BOUNDED times as large
+
+
+def _empty_halves(num_rows: int, size: int, device: torch.device) -> Tensor:
+    return torch.empty((2 * num_rows, size), dtype=torch.float8_e4m3fn, device=device)
+
+
+def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> Halves:
+    """See split_kernel."""
+    size = x.shape[1]
+    halves = _empty_halves(len(rows), size, x.device)
+    scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    columns = power_of_2(size)
+    split_kernel[(len(rows),)](
+        x,
+        halves,
+        scales,
+        rows,
+        size,
+        x.stride(0),
+        TOP_K=top_k,
+        GATHERS=gathers,
+        COLUMNS=columns,
+        num_warps=max(1, min(8, columns // 256)),
+        **launch_options(x.device),
+    )
+    return Halves(halves, scales)
+
+
+def _launch(
+    x: Halves,
+    weight: ExpertTables,
+    bias: Tensor | None,
+    out: Tensor,
+    routed: Routed,
+    epilogue: Epilogue,
+) -> None:
+    """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
+    lists: BlockLists = routed.lists
+    num_tokens, top_k = routed.ids.shape
+    tokens = min(lists.block_rows, MAX_TOKENS)
+    parts = lists.block_rows // tokens
+    pieces = 1 if epilogue.is_gated else len(out) // top_k
+    num_tiles = weight.num_tiles * parts * pieces * len(lists.experts)
+    num_experts = len(weight.factors)
+    hit = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)  # expected, of even choices
+    per_sm = _programs_per_sm(PROGRAMS[tokens], weight.num_tiles * pieces * hit)
+    registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
+    stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
+    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
+    grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
+        _descriptor(x.values, [2 * tokens, BLOCK], gl.float8e4nv, 128),
+        _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
+        _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
+        weight.factors,
+        x.scales,
+        bias,
+        out,
+        lists.rows,
+        lists.experts,
+        lists.begins,
+        lists.ends,
+        lists.num_blocks,
+        routed.weights,
+        num_tokens,
+        out.shape[-1],
+        weight.num_rows,
+        weight.num_first,
+        weight.num_blocks,
+        TOP_K=top_k,
+        PARTS=parts,
+        PIECES=pieces,
+        STAGES=min(_MAX_STAGES, room // stage),
+        EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
+        SPLITS=out.dtype == torch.float8_e4m3fn,
+        num_warps=4,
+        maxnreg=registers,
+        **launch_options(out.device),
+    )
+
+
+def _programs_per_sm(options: tuple[int, ...], num_tiles: float) -> int:
+    """Programs take turns with tiles: the fewer places are idle in the last turn, the better."""
+    turns = {each: math.ceil(num_tiles / (NUM_SMS * each)) for each in options}
+    return min(options, key=lambda each: turns[each] * each)
+
+
+def _descriptor(tensor: Tensor, shape: list[int], dtype: Any, swizzle: int) -> TensorDescriptor:
+    """For TMA of blocks of such a shape."""
+    layout = gl.NVMMASharedLayout(swizzle, dtype.primitive_bitwidth, rank=2)
+    return TensorDescriptor.from_tensor(tensor, shape, layout)
