@@ -9,6 +9,11 @@ long for those of a step, as it does for a large one.
 
 Prints one JSON line: milliseconds per step without and with a schema in every request, medians of
 runs that take turns, and the share of the throughput that is left, the median over pairs of them.
+
+With --beside it is the milliseconds between two tokens that other requests see beside one with an
+ambiguous grammar, whose masks take long: with a schema in each of the others, and without; where
+all rows wait for every mask, and where rows whose masks are late sit steps out. The longer the
+vocabulary (--model, a directory with a config.json and a tokenizer), the longer the masks.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.bench.throughput import Decoding, run_requests
 from octavo.bench.traces import TraceRequest, make_prompts
 from octavo.config import EngineConfig
@@ -41,6 +48,7 @@ from octavo.ops.communicator import SingleRank
 from octavo.ops.reference.attention import ReferenceBackend
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.registry import EXECUTORS
+from octavo.structured import guidance
 from octavo.structured.constraint import Words
 from octavo.worker.device.base import Moment, PendingTokens
 from octavo.worker.device.cpu import CpuDevice
@@ -51,6 +59,7 @@ from octavo.worker.sampler import SamplingBatch
 LLExecutor = llguidance.LLExecutor
 
 INPUT, OUTPUT = 32, 120  # tokens
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a" | "b" | "ab" | ""'
 NUM_BLOCKS = 20_000
 
 
@@ -122,6 +131,12 @@ class Clock(CpuDevice):
     def moment(self) -> Reached:
         self._free = max(self._free, time.perf_counter())
         return Reached(self._free)
+
+    def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(1, dtype=dtype).expand(tuple(shape))  # nobody writes them
+
+    def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
+        pass
 
     def drawer(self, staging: Any, vocab_size: int) -> Picker:
         return Picker()
@@ -225,16 +240,79 @@ def measure(num_requests: int, step_ms: float, mask_ms: float, rounds: int) -> d
     }
 
 
+@contextmanager
+def waiting_for_all() -> Iterator[None]:
+    """No mask is computed apart from others."""
+    with (
+        patch.object(guidance.Pace, "note_slow", lambda pace: None),
+        patch.object(guidance, "NUM_TRIED", 0),
+    ):
+        yield
+
+
+def measure_beside(
+    model: str, num_requests: int, step_ms: float, structured: bool, wait: bool
+) -> dict[str, Any]:
+    """Milliseconds between two tokens of requests, one of `num_requests` being ambiguous.
+
+    wait: whether all rows of a step wait for its slowest mask.
+    """
+    ClockExecutor.step_seconds, SlowLibrary.seconds = step_ms / 1e3, 0.0
+    trace = [TraceRequest(INPUT, OUTPUT)] * (num_requests - 1)
+    ambiguous = SamplingParams(
+        max_tokens=OUTPUT, detokenize=False, min_tokens=OUTPUT, structured={"grammar": AMBIGUOUS}
+    )
+    gaps: list[float] = []
+    with LLM(
+        model, executor="clock", owns_process=True, max_num_seqs=num_requests, max_model_len=1024
+    ) as llm:
+        client, decoding = llm.client, Decoding(structured=structured)
+        prompts = make_prompts(trace, llm.engine.model_config.vocab_size, 0)
+        run_requests(client, trace, prompts, decoding)  # to warm up
+        with waiting_for_all() if wait else nullcontext():
+            begun = [client.make_request(prompts[0], ambiguous)]
+            for i, prompt in enumerate(prompts):
+                begun.append(client.make_request(prompt, decoding.params(OUTPUT, i)))
+            for stream in begun:
+                client.add_request(stream)
+            others = {stream: (0, 0.0) for stream in begun[1:]}
+            while any(number < OUTPUT for number, _ in others.values()):
+                client.step()
+                now = time.perf_counter()
+                for stream, (number, before) in others.items():
+                    if len(stream.samples[0].token_ids) > number:
+                        others[stream] = len(stream.samples[0].token_ids), now
+                        if number:
+                            gaps.append(1e3 * (now - before))
+            num_ambiguous = len(begun[0].samples[0].token_ids)
+    return {
+        "requests": num_requests,
+        "step_ms": step_ms,
+        "schemas": structured,
+        "all_wait": wait,
+        **{f"p{q}_ms": round(float(np.percentile(gaps, q)), 1) for q in (50, 90, 99, 100)},
+        "ambiguous_tokens": num_ambiguous,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--step-ms", nargs="+", type=float, default=[4.5, 12.0])
     parser.add_argument("--mask-ms", nargs="+", type=float, default=[0.0, 0.0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--model", default="demo")
     args = parser.parse_args()
     if not len(args.requests) == len(args.step_ms) == len(args.mask_ms):
         parser.error("--requests, --step-ms and --mask-ms must have as many values")
     EXECUTORS.register("clock", ClockExecutor)
+    if args.beside:
+        with patch.object(llguidance, "LLExecutor", SlowLibrary):
+            for number, step_ms in zip(args.requests, args.step_ms, strict=True):
+                for case in product((False, True), (True, False)):
+                    print(json.dumps(measure_beside(args.model, number, step_ms, *case)))
+        return
     cases = zip(args.requests, args.step_ms, args.mask_ms, strict=True)
     with patch.object(llguidance, "LLExecutor", SlowLibrary):
         print(json.dumps([measure(*case, args.rounds) for case in cases]))

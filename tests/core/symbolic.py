@@ -91,6 +91,7 @@ class Row:
     num_draws: int
     num_prompt: int
     encoder_token_ids: tuple[int, ...]
+    is_void: bool = False  # it has a token that was not drawn
 
     def fork(self, sample_index: int) -> Row:
         return Row(
@@ -119,6 +120,9 @@ class SymbolicExecutor:
     num_encoded: int = 0  # rows for which the encoder has run
     harmful_token: int = HARMFUL
     strikes: Callable[[], bool] = lambda: False  # whether a row's step goes wrong by chance
+    holds: Callable[[], bool] = lambda: False  # whether no token can be drawn for a row by chance
+    num_undrawn: int = 0
+    waiting: set[int] = field(default_factory=set)  # rows that are held still
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
@@ -177,9 +181,11 @@ class SymbolicExecutor:
                 opened.encoder_token_ids,
             )
         for seq_id, position, token_id in zip(*plan.token_writes, strict=True):
-            tokens = self.rows[seq_id].token_ids
-            assert position <= len(tokens)
-            tokens[position:] = [token_id]
+            row = self.rows[seq_id]
+            assert position <= len(row.token_ids)
+            row.token_ids[position:] = [token_id]
+            row.num_computed = min(row.num_computed, position)
+            row.is_void = False
         for table_write in plan.table_writes:
             table = self.rows[table_write.seq_id].tables[table_write.group]
             if not table:  # of a row that has just been opened: its windows may have moved on
@@ -270,6 +276,16 @@ class SymbolicExecutor:
 
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         scheduled = set(plan.seq_ids)
+        void = {
+            seq_id
+            for seq_id in plan.ending
+            if self.rows[seq_id].is_void
+            or (self.holds() and not self.rows[seq_id].sampling.pools_prompt)
+        }
+        self.num_undrawn += len(void)
+        result.undrawn = frozenset(void)
+        self.waiting = {seq_id for seq_id in [*self.waiting, *void] if self.holds()}
+        result.waiting = frozenset(self.waiting)
         for seq_id in plan.sampled:
             row = self.rows[seq_id]
             assert seq_id in scheduled
@@ -277,6 +293,9 @@ class SymbolicExecutor:
             symbol = self._symbols(row)[-1]
             draws = row.num_draws if len(row.token_ids) == row.num_prompt else 1
             tokens = [drawn_token(symbol, row.seed, row.sample_index + i) for i in range(draws)]
+            if seq_id in void:
+                tokens = [(token + 1) % VOCABULARY for token in tokens]
+                row.is_void = True
             if draws > 1:
                 result.draws[seq_id] = tokens
             if row.sampling.num_logprobs is not None:
@@ -291,6 +310,9 @@ class SymbolicExecutor:
                 assert row.num_computed == len(row.token_ids), "expanded before the last token"
             number = max(row.sampling.num_candidates for row in expanded)
             best = np.array([best_tokens(self._symbols(row)[-1], number) for row in expanded])
+            for index, seq_id in enumerate(plan.expanded):
+                if seq_id in void:
+                    best[index] = best[index, ::-1]
             result.candidates = Candidates(best[..., 0].astype(np.int64), best[..., 1])
 
 

@@ -44,6 +44,7 @@ class Workload:
     seed: int
     is_harmful: bool = False  # some prompts end in an error, and some steps go wrong by chance
     has_encoder: bool = False
+    holds_rows: bool = False  # for some rows no token can be drawn in some steps
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
@@ -109,6 +110,9 @@ class Workload:
         self.executor = SymbolicExecutor(self.specs, self.block_sizes)
         if self.is_harmful:
             self.executor.strikes = lambda: rng.random() < 0.002
+        if self.holds_rows:
+            fate, share = random.Random(self.seed), rng.choice([0.05, 0.3, 0.7])
+            self.executor.holds = lambda: fate.random() < share
         self.failed: list[Ask] = []
         self.alive: dict[str, Ask] = {}
         self.samples: dict[str, list[int]] = {}  # those that are to come, by request

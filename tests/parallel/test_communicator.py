@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from ranks import Ranks
 from torch import Tensor
 
@@ -59,6 +61,16 @@ def test_all_to_all(size: int, dtype: torch.dtype, ranks: RanksOf) -> None:
         parts = [part_of(rank, (size, width, 3), dtype) for rank in range(size)]
         for rank, received in enumerate(ranks(size).call(exchange_all, dtype, width)):
             assert torch.equal(received, torch.stack([part[rank] for part in parts]))
+
+
+def decide(communicator: Communicator) -> NDArray[np.bool_]:
+    return communicator.broadcast(np.arange(5) % 3 == communicator.shard.rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_rank_decides(size: int, ranks: RanksOf) -> None:
+    for values in ranks(size).call(decide):
+        assert values.tolist() == [True, False, False, True, False]
 
 
 def exchange_strided(communicator: Communicator) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ class World:
         text = said
         assert constraint.accept(self.tokenizer.encode(said)) == ""
         for _ in range(MAX_TOKENS):
-            filled = self.library.fill([constraint], [None], [0], words).result()
+            filled = self.library.fill([constraint], [()], [0], words).result()
             assert not filled.errors
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self.size]
             allowed = np.flatnonzero(bits).tolist()

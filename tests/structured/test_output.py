@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -417,22 +418,73 @@ def test_masks_of_one_grammar_are_computed_under_several_locks(
     library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1], num_threads=3)
     quick = Grammar("regex", "[a-z]{3}")
     states = [library.compile(quick).fork() for _ in range(30)]
-    assert sorted(Counter(each.lock_id for each in states).values()) == [2] * 6 + [3] * 6
+    assert sorted(Counter(each.pace.number for each in states).values()) == [2] * 6 + [3] * 6
     first = np.empty((1, num_words(320)), np.int32)
-    library.fill(states[:1], [None], [0], first).result()
+    library.fill(states[:1], [()], [0], first).result()
     token_id = int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])
     tokens = [token_id, token_id]
     for number, state in enumerate(states):  # masks are those of the states, in their order
         assert not state.accept(tokens[: number % 3])
     words = np.empty((30, num_words(320)), np.int32)
-    new = [token_id if number % 2 and number % 3 < 2 else None for number in range(30)]
+    new = [(token_id,) if number % 2 and number % 3 < 2 else () for number in range(30)]
     filled = library.fill(states, new, range(30), words).result()
     assert not filled.errors
     alone = np.empty((1, num_words(320)), np.int32)
     for number in range(30):
-        library.fill([states[number]], [None], [0], alone).result()
+        library.fill([states[number]], [()], [0], alone).result()
         assert (words[number] == alone[0]).all()
     # What takes long to compile is compiled once.
     monkeypatch.setattr(guidance, "MAX_REPEATED_SECONDS", 0.0)
     slow = Grammar("regex", "[a-z]{4}")
-    assert len({library.compile(slow).lock_id for _ in range(9)}) == 1
+    assert len({library.compile(slow).pace.number for _ in range(9)}) == 1
+
+
+def test_a_mask_that_others_wait_for_is_computed_apart_until_it_is_quick_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that computes masks is held up at the third of five until that was noticed."""
+    llguidance = pytest.importorskip("llguidance")
+    executor, note_slow = llguidance.LLExecutor, guidance.Pace.note_slow
+    is_noticed = Event()
+
+    class Executor:
+        def __init__(self, num_threads: int) -> None:
+            self._own = executor(num_threads)
+
+        def unsafe_compute_mask_ptr(self, pairs: list[Any], *where: int) -> None:
+            self._own.unsafe_compute_mask_ptr(pairs[:2], *where)
+            if len(pairs) > 2:
+                is_noticed.wait()
+                self._own.unsafe_compute_mask_ptr(pairs[2:], *where)
+
+    def notice(pace: guidance.Pace) -> None:
+        note_slow(pace)
+        is_noticed.set()
+
+    monkeypatch.setattr(llguidance, "LLExecutor", Executor)
+    monkeypatch.setattr(guidance.Pace, "note_slow", notice)
+    monkeypatch.setattr(guidance, "thread_time", lambda: 0.0)
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
+    states = [library.compile(Grammar("regex", f"[a-{c}]{{3}}")).fork() for c in "bcdef"]
+    words = np.empty((5, num_words(320)), np.int32)
+    library.fill(states, [()] * 5, range(5), words).result()
+    assert [state.pace.is_slow for state in states] == [False, False, True, False, False]
+    third, copy = states[2], states[2].fork()
+    assert copy.company == "none"
+    for number in range(guidance.NUM_QUICK):
+        assert third.company == "none"
+        alone = np.empty((1, num_words(320)), np.int32)
+        filling = library.fill([copy if number % 2 else third], [()], [0], alone)
+        assert not filling.result().errors
+        assert (alone[0] == words[2]).all()
+    assert third.company == "new"
+    note_slow(third.pace)
+    for _ in range(2 * guidance.NUM_QUICK):  # twice as long, the second time
+        assert copy.company == "none"
+        library.fill([third], [()], [0], words).result()
+    assert not copy.pace.is_slow
+    for _ in range(guidance.NUM_TRIED - 1):
+        assert copy.company == "new"
+        library.fill([third], [()], [0], words).result()
+    assert copy.company == "quick"
+    library.shutdown()

@@ -5,6 +5,7 @@ Steps overlap, so a step is prepared before the tokens of the one before are kno
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampler import SamplingBatch
 from octavo.worker.worker import _refused
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel
+from worker.late_masks import Gate
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -582,7 +584,12 @@ def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("mode", MODES if HAS_GPU else ["recompute"])
-def test_masks_follow_texts_while_steps_overlap(mode: str) -> None:
+@pytest.mark.parametrize(
+    "are_late",
+    [False, True if HAS_GPU else pytest.param(True, marks=pytest.mark.slow)],
+    ids=["in_time", "late"],
+)
+def test_masks_follow_texts_while_steps_overlap(mode: str, are_late: bool) -> None:
     """Grammars, bad words and what needs no text, beside rows without masks; the same tokens as on
     a CPU, where each step knows the tokens before it."""
     pytest.importorskip("llguidance")
@@ -610,7 +617,12 @@ def test_masks_follow_texts_while_steps_overlap(mode: str) -> None:
         (prompt(8, 8), SamplingParams(seed=8, max_tokens=6, min_tokens=4, top_p=0.9)),
         (prompt(3, 9), BeamSearchParams(3, max_tokens=5, structured={"regex": "[xyz]{2,9}"})),
     ]
-    got, wanted = run(overlapped, asks), run(plain, asks)
+    wanted = run(plain, asks)
+    rng = random.Random(mode)
+    gate = Gate(lambda grammar: are_late, lambda: rng.choice([0, 0, 1, 4]))
+    gate.attach(overlapped)
+    with gate.in_place():
+        got = run(overlapped, asks)
     assert [output.error for output in got] == [None] * len(asks)
     assert tokens(got) == tokens(wanted)
     ends = [[each.finish_reason for each in output.outputs] for output in got]

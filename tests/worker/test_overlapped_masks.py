@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import model_zoo
 from octavo import BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import group_layers
+from octavo.core.scheduler import Progress
+from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.executor.base import KVCapacity
@@ -26,12 +30,14 @@ from octavo.ops import load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
+from octavo.structured import guidance
 from octavo.structured.output import StructuredOutput
 from octavo.worker.device.base import PendingTokens
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampler import SamplingBatch
+from worker.late_masks import Gate
 
 llguidance = pytest.importorskip("llguidance")
 SCHEMA = {
@@ -41,6 +47,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 REGEX = {"regex": "[a-f]{4,20}"}
+THREADS = "masks", "new masks", "slow masks", "grammars"
 BEAMS = StructuredOutput(regex="[xyz]{2,9}")
 
 
@@ -89,7 +96,7 @@ class OverlappingExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         model = load_model(model_config, torch.float32, torch.device("cpu"), SingleRank())
-        num_blocks = (config.cache.num_blocks or 0, 0)
+        num_blocks = (config.cache.num_blocks or 0, config.cache.num_blocks or 0)
         self.device = OverlappingDevice()
         self.runner = ModelRunner(
             config,
@@ -112,7 +119,7 @@ class OverlappingExecutor:
 
 
 @contextmanager
-def engines() -> Iterator[tuple[Engine, Engine]]:
+def engines(preemption_mode: str = "recompute") -> Iterator[tuple[Engine, Engine]]:
     """One that overlaps steps and one that does not; both have room for a few requests only."""
     config = make_config(
         str(model_zoo.model_directory("llama3")),
@@ -123,7 +130,7 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
         num_blocks=24,
         max_num_seqs=12,
         max_num_batched_tokens=24,
-        preemption_mode="recompute",
+        preemption_mode=preemption_mode,
         watermark=0.0,
     )
     plain = load_engine(config)
@@ -145,7 +152,7 @@ def slow(compute: Callable[..., None]) -> type:
             self._own = original(num_threads)
 
         def unsafe_compute_mask_ptr(self, *args: object) -> None:
-            compute()
+            compute(*args)
             self._own.unsafe_compute_mask_ptr(*args)
 
     return Executor
@@ -162,9 +169,37 @@ def run(engine: Engine, asks: list[tuple[list[int], Any]]) -> list[RequestOutput
     return [finished[stream.request_id] for stream in streams]
 
 
+def check_equal(got: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    for mine, other in zip(got, wanted, strict=True):
+        assert mine.error is None
+        pairs = zip(mine.outputs, other.outputs, strict=True)
+        assert all(
+            (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) for a, b in pairs
+        )
+
+
 def prompt(length: int, seed: int) -> list[int]:
     token_ids: list[int] = model_zoo.random_token_ids(length, seed=seed)
     return token_ids
+
+
+SCHEMA_FORM = {"json_schema": SCHEMA}
+ASKS: list[tuple[list[int], Any]] = [
+    (prompt(20, 1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+    (prompt(5, 2), SamplingParams(seed=3, max_tokens=30, structured=SCHEMA_FORM)),
+    (prompt(9, 3), SamplingParams(seed=4, n=3, max_tokens=22, structured=REGEX)),
+    (prompt(13, 4), SamplingParams(temperature=0, max_tokens=30, structured=SCHEMA_FORM)),
+    (prompt(6, 5), SamplingParams(seed=5, max_tokens=6, structured={"choice": ["yes", "no"]})),
+    (
+        prompt(7, 6),
+        SamplingParams(seed=6, max_tokens=24, structured=REGEX, presence_penalty=1.0),
+    ),
+    (
+        prompt(8, 7),
+        SamplingParams(seed=7, max_tokens=20, allowed_token_ids=[9, 10], min_tokens=4),
+    ),
+    (prompt(3, 9), BeamSearchParams(3, max_tokens=8, structured=BEAMS)),
+]
 
 
 def test_draws_wait_for_slow_masks_and_stay_in_the_thread_that_submits_steps(
@@ -174,39 +209,16 @@ def test_draws_wait_for_slow_masks_and_stay_in_the_thread_that_submits_steps(
     late."""
     computing: set[str] = set()
 
-    def compute() -> None:
+    def compute(*_: object) -> None:
         computing.add(threading.current_thread().name)
         time.sleep(0.003)
 
     monkeypatch.setattr(llguidance, "LLExecutor", slow(compute))
-    schema = {"json_schema": SCHEMA}
-    asks: list[tuple[list[int], Any]] = [
-        (prompt(20, 1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
-        (prompt(5, 2), SamplingParams(seed=3, max_tokens=30, structured=schema)),
-        (prompt(9, 3), SamplingParams(seed=4, n=3, max_tokens=22, structured=REGEX)),
-        (prompt(13, 4), SamplingParams(temperature=0, max_tokens=30, structured=schema)),
-        (prompt(6, 5), SamplingParams(seed=5, max_tokens=6, structured={"choice": ["yes", "no"]})),
-        (
-            prompt(7, 6),
-            SamplingParams(seed=6, max_tokens=24, structured=REGEX, presence_penalty=1.0),
-        ),
-        (
-            prompt(8, 7),
-            SamplingParams(seed=7, max_tokens=20, allowed_token_ids=[9, 10], min_tokens=4),
-        ),
-        (prompt(3, 9), BeamSearchParams(3, max_tokens=8, structured=BEAMS)),
-    ]
     with engines() as (overlapped, plain):
-        got, wanted = run(overlapped, asks), run(plain, asks)
-        for mine, other in zip(got, wanted, strict=True):
-            assert mine.error is None
-            pairs = zip(mine.outputs, other.outputs, strict=True)
-            assert all(
-                (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) for a, b in pairs
-            )
+        check_equal(run(overlapped, ASKS), run(plain, ASKS))
         executor: Any = overlapped.executor
         assert executor.device.drawing_threads == {threading.current_thread().name}
-        assert {name.rsplit("_", 1)[0] for name in computing} == {"masks"}
+        assert {name.rsplit("_", 1)[0] for name in computing} <= {"masks", "new masks"}
         assert sum(overlapped.scheduler.num_preemptions.values()) > 0
         assert overlapped.kv.pool.num_held == 0
 
@@ -217,23 +229,98 @@ def test_no_thread_computes_masks_without_grammars() -> None:
     with engines() as (overlapped, _):
         assert [output.error for output in run(overlapped, asks)] == [None]
         new = {thread.name for thread in set(threading.enumerate()) - before}
-        assert not [name for name in new if name.startswith(("masks", "grammars"))]
+        assert not [name for name in new if name.startswith(THREADS)]
 
 
-def test_what_fails_in_the_thread_fails_the_step_and_leaves_no_thread(
+def test_what_fails_in_the_thread_ends_one_request_and_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = []
+    """The masks of a step cannot be computed together, and then the first one by itself, either."""
+    failed: list[int] = []
 
-    def compute() -> None:
-        calls.append(1)
-        if len(calls) == 3:
+    def compute(pairs: list[object], *_: object) -> None:
+        if failed in ([], [2]) and len(pairs) == 2 - len(failed):
+            failed.append(len(pairs))
             raise MemoryError("no room for masks")
 
     monkeypatch.setattr(llguidance, "LLExecutor", slow(compute))
+    monkeypatch.setattr(guidance, "NUM_TRIED", 0)  # all masks of a step are computed together
+    monkeypatch.setattr(guidance.Pace, "note_slow", lambda pace: None)  # on a busy machine, too
     before = set(threading.enumerate())
-    asks = [(prompt(5, 2), SamplingParams(seed=3, max_tokens=30, structured=REGEX))]
-    with engines() as (overlapped, _), pytest.raises(MemoryError, match="no room for masks"):
-        run(overlapped, asks)
+    params = [SamplingParams(seed=n, max_tokens=20, structured=REGEX) for n in (3, 4)]
+    asks: list[tuple[list[int], Any]] = [(prompt(5, 2), each) for each in params]
+    with engines() as (overlapped, plain):
+        got = run(overlapped, asks)
+        monkeypatch.undo()
+        wanted = run(plain, asks)
+    assert failed == [2, 1]
+    [error] = [output.error for output in got if output.error is not None]
+    assert "MemoryError: no room for masks" in error
+    pairs = zip(got, wanted, strict=True)
+    [(mine, other)] = [pair for pair in pairs if pair[0].error is None]
+    check_equal([mine], [other])
     alive = {thread.name for thread in set(threading.enumerate()) - before}
-    assert not [name for name in alive if name.startswith(("masks", "grammars"))]
+    assert not [name for name in alive if name.startswith(THREADS)]
+
+
+def _note_result(
+    results: list[StepResult], plan: StepPlan, result: StepResult, progress: Progress
+) -> None:
+    results.append(result)
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_do_not_depend_on_which_masks_were_late(seed: int, preemption_mode: str) -> None:
+    """Also of those that are preempted meanwhile, search beams, or draw several samples."""
+    rng = random.Random(seed)
+    share = [0.2, 0.5, 0.9, 1.0][seed]
+    gate = Gate(lambda grammar: True, lambda: rng.random() < share and rng.randint(1, 6))
+    with engines(preemption_mode) as (_, plain):
+        wanted = run(plain, ASKS)
+    with gate.in_place(), engines(preemption_mode) as both:
+        for engine in both:
+            results: list[StepResult] = []
+            engine.observers.append(partial(_note_result, results))
+            gate.attach(engine)
+            check_equal(run(engine, ASKS), wanted)
+            assert len({seq_id for result in results for seq_id in result.undrawn}) > 3
+            assert engine.scheduler.num_preemptions[preemption_mode] > 0
+            assert engine.kv.pool.num_held == engine.kv.swap_pool.num_held == 0
+            assert not engine.scheduler._resting
+
+
+def test_others_go_on_while_a_mask_is_late() -> None:
+    """And what has sat out is drawn once its mask is there; or ends, if it is aborted."""
+    late = {"regex": "[xyz]{9,30}"}
+    asks: list[tuple[list[int], Any]] = [
+        (prompt(5, 1), SamplingParams(seed=1, max_tokens=30, structured=late)),
+        (prompt(6, 2), SamplingParams(seed=2, max_tokens=20, structured=REGEX)),
+        (prompt(7, 3), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)),
+        (prompt(5, 4), SamplingParams(seed=4, max_tokens=30, structured=late)),
+    ]
+    with engines() as (_, plain):
+        wanted = run(plain, asks)
+    gate = Gate(lambda grammar: "xyz" in grammar.source, lambda: 1000)
+    with gate.in_place(), engines() as both:
+        for engine in both:
+            client = LocalClient(engine)
+            streams = [client.make_request(*ask) for ask in asks]
+            for stream in streams:
+                client.add_request(stream)
+            finished: dict[str, RequestOutput] = {}
+            results: list[StepResult] = []
+            engine.observers.append(partial(_note_result, results))
+            while len(finished) < 2:
+                finished |= {output.request_id: output for output in client.step()}
+            assert set(finished) == {streams[1].request_id, streams[2].request_id}
+            assert not streams[0].samples[0].token_ids
+            # A row that waits, for its grammar or its mask, is not computed again and again.
+            assert len(results[-1].waiting) == 2
+            assert sum(len(result.undrawn) for result in results) <= 3 * 2 * 2 < len(results)
+            client.abort_request(streams[3])
+            while client.has_unfinished:
+                finished |= {output.request_id: output for output in client.step()}
+            for i in range(3):
+                check_equal([finished[streams[i].request_id]], [wanted[i]])
+            assert engine.kv.pool.num_held == 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Timer
 
 import numpy as np
 import pytest
 
 from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
-from octavo.worker.row_masks import MaskedRow, Masks, RowMasks
-from worker.fake_constraints import no_grammars, rising_masks
+from octavo.worker.row_masks import MaskedRow, Masks, PendingMasks, RowMasks
+from worker.fake_constraints import RisingLibrary, no_grammars, rising_masks
 
 SIZE = 70
 RISING = SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0, 40))
@@ -74,6 +75,8 @@ def test_a_grammar_may_begin_in_the_prompt() -> None:
     assert [tokens_of(words)[:2] for words in filled.words] == [[0, 21], [0, 31]]
     masks.rewind(2, 1)
     assert tokens_of(fill(masks, {2: (prompt, [11, 15])}).words[0])[:2] == [0, 16]
+    masks.open(2, replace(RISING, num_begun=2, end_token_ids=(9,)))  # which does not end there
+    assert tokens_of(fill(masks, {2: (prompt, [])}).words[0]) == list(range(10, SIZE))
     masks.open(3, replace(RISING, num_begun=3))
     [error] = fill(masks, {3: (prompt, [])}).errors.values()
     assert "5 is not more than 30" in str(error)
@@ -215,6 +218,65 @@ def test_masks_that_are_started_ahead_are_those_of_the_rows_as_they_are_in_the_e
     assert list(filled.errors) == [1]
     assert "5 is not more than 20" in str(filled.errors[1])
     assert tokens_of(filled.words[0])[:2] == [0, 31]
+
+
+def test_a_row_whose_mask_is_late_sits_out_until_it_is_there() -> None:
+    """Row 1 is slow, and row 2 is not. Row 1 gets a token that was not drawn, which is void."""
+    library = RisingLibrary(SIZE)
+    masks = RowMasks(5, SIZE, lambda: library)
+    slow = replace(RISING, grammar=Grammar("lark", "slow"))
+
+    def open_compiled(row: int, spec: SamplingSpec) -> None:
+        masks.open(row, spec)
+        state = masks._states[row]
+        assert state is not None
+        assert state.compiled is not None
+        state.compiled.result()
+
+    for row, spec in ((1, slow), (2, RISING), (3, slow)):
+        open_compiled(row, spec)
+    token_ids = np.zeros((5, 9), np.int32)
+    token_ids[:, :3] = [1, 2, 10]
+
+    def start(num_tokens: int, *rows: int) -> PendingMasks:
+        masked = [MaskedRow(i, row, num_tokens, 2) for i, row in enumerate(rows)]
+        return masks.start(masked, token_ids, np.empty((len(rows), num_words(SIZE)), np.int32))
+
+    pending = start(3, 1, 2, 3)
+    assert pending.computes
+    assert pending.late() == [0, 2]
+    filled = pending.result([0, 2])
+    assert [len(tokens_of(words)) for words in filled.words] == [SIZE, SIZE - 11, SIZE]
+    assert masks.waiting() == {1, 3}
+    # A step that continues the row cannot draw for it, and does not wait for it either.
+    token_ids[:, 3] = 5
+    pending = start(4, 1)
+    assert pending.late() == [0]
+    pending.wait_for_one()
+    assert not pending.result([0]).errors
+    # A copy does not wait, nor does the row when it is taken back to where it was.
+    masks.copy(4, 1)
+    masks.rewind(1, 1)
+    masks.close(3)
+    assert masks.waiting() == {1}
+    assert start(3, 1).late() == [0]
+    library.slow[0].set_result(None)
+    assert masks.waiting() == set()
+    pending = start(3, 1)
+    assert pending.late() == []
+    assert tokens_of(pending.result().words[0]) == list(range(11, SIZE))
+    assert library.slow[1].cancelled()  # nobody needs it any more
+    # What goes wrong is the row's own error.
+    pending = start(3, 4)
+    assert pending.late() == [0]
+    library.slow[2].set_exception(ValueError("no mask"))
+    assert pending.late() == []
+    assert "ValueError: no mask" in str(pending.result().errors[0])
+    # A mask that is late here is waited for if the first rank has it.
+    open_compiled(3, slow)
+    pending = start(3, 3)
+    Timer(0.0, lambda: library.slow[-1].set_result(None)).start()
+    assert tokens_of(pending.result().words[0]) == list(range(11, SIZE))
 
 
 def test_rows_without_masks_have_no_state() -> None:

@@ -44,6 +44,10 @@ class SequenceLifecycle:
         """A running sequence gives its row up, and lives on."""
         self._rows.close(seq)
 
+    def take_back(self, seq: Sequence) -> None:
+        """A running sequence computes its last token again, and forgets what comes after it."""
+        self._rows.rewrite_last_token(seq)
+
     # ---------------------------------------------------------------- verbs
 
     def fork(self, parent: Sequence, sample_index: int) -> Sequence:

@@ -41,6 +41,13 @@ class RowChanges:
         writes.positions.extend([len(seq.token_ids) for seq in seqs])
         writes.token_ids.extend(token_ids)
 
+    def rewrite_last_token(self, seq: Sequence) -> None:
+        """Take the worker's row back to the sequence's own last token."""
+        writes = self._token_writes
+        writes.seq_ids.append(seq.seq_id)
+        writes.positions.append(len(seq.token_ids) - 1)
+        writes.token_ids.append(seq.token_ids[-1])
+
     def token_writes(self) -> TokenWrites:
         """The writes into rows that still exist."""
         if not self.closed:

@@ -30,7 +30,7 @@ from octavo.core.preemption import (
 from octavo.core.queues import Queues
 from octavo.core.request_limits import RequestLimits
 from octavo.core.sequence import Request, Sequence, Status
-from octavo.core.step import Candidates, StepPlan, StepResult
+from octavo.core.step import StepPlan, StepResult
 from octavo.errors import RequestFailed
 from octavo.registry import POLICIES
 
@@ -91,6 +91,9 @@ class Scheduler:
         self.num_preemptions = {"swap": 0, "recompute": 0}
         self.in_flight: dict[int, StepInFlight] = {}  # by step id
         self._lifecycle = SequenceLifecycle(kv)
+        # Requests that are not planned because no token could be drawn for some of their rows, by
+        # id; they are, once one can, or if there is nothing else to do.
+        self._resting: dict[Request, set[int]] = {}
         self._watermark = int(config.watermark * kv.pool.num_blocks)
         self._next_number = 0
         self._next_step = 0
@@ -182,6 +185,9 @@ class Scheduler:
             self._resume_swapped(builder)
         if self.queues.ready and not builder.ran_out_of_blocks:
             self._admit_waiting(builder)
+        if self._resting and builder.is_empty and not self.in_flight:
+            self._resting.clear()
+            self._continue_running(builder)
         batches = self.kv.batch_formation
         if builder.is_empty and not batches.leaving(self._lifecycle.ended, self.running):
             return None  # closing rows can wait
@@ -245,11 +251,14 @@ class Scheduler:
         # One token is reserved for each sequence still to come, so that decodes never starve.
         later = self.queues.num_running_seqs - sum(len(request.sequences) for request in started)
         victims = self.policy.victims(self.running)
+        resting = self._resting
         for request in reversed(victims):
             if (started and request in started) or (preempted and request in preempted):
                 continue
             sequences = request.sequences
             later -= len(sequences)
+            if resting and request in resting:
+                continue
             # Decodes into blocks that are exclusively theirs are the common case, and take no
             # further decisions. The last token of a prompt may look like one, but may be followed
             # by several draws.
@@ -412,6 +421,7 @@ class Scheduler:
     def _start(self, request: Request, builder: PlanBuilder) -> None:
         """A request that holds its blocks runs from now on."""
         self.queues.move(request, Status.RUNNING)
+        self._resting.pop(request, None)
         builder.started.append(request)
 
     # ---------------------------------------------------------------- waiting requests
@@ -538,14 +548,16 @@ class Scheduler:
         """Process what a step has computed: append tokens, fork and end sequences."""
         step = self.in_flight.pop(plan.step_id)
         self.costs.observe(plan, result)
-        self._settle(step)
+        self._settle(step, result.undrawn)
         if result.errors:
             self._end_failed(step, result.errors)
         if step.prompts:
             _take_readings(step, result)
         self._append_drawn(step, result)
         if step.searching:
-            self._advance_searches(step, result.candidates)
+            self._advance_searches(step, result)
+        if self._resting:
+            self._wake(result.waiting)
         advanced = self._lifecycle.take_advanced()
         self.policy.generated(advanced)
         finished = self.kv.batch_formation.leaving(self._lifecycle.ended, self.running)
@@ -553,13 +565,16 @@ class Scheduler:
             self._retire(finished)
         return Progress(advanced, finished)
 
-    def _settle(self, step: StepInFlight) -> None:
-        """What was computed is in the cache, and what was copied may be overwritten."""
+    def _settle(self, step: StepInFlight, undrawn: frozenset[int]) -> None:
+        """What was computed is in the cache, and what was copied may be overwritten. Sequences that
+        are `undrawn` will compute their last token again."""
         self.kv.release_sources(step.held)
         for request in step.undecided:
             request.num_undecided -= 1
         for seq, table, num_computed in step.filled:
             if seq.table is table:  # else it was preempted since, and is recomputed
+                if undrawn and seq.seq_id in undrawn:
+                    num_computed = min(num_computed, seq.num_tokens - 1)
                 self.kv.settle(seq, num_computed)
 
     def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
@@ -577,12 +592,15 @@ class Scheduler:
         """Append the sampled tokens."""
         lifecycle = self._lifecycle
         advanced = lifecycle.advanced
-        is_scored = bool(result.draws or result.logprobs)
+        is_scored, undrawn = bool(result.draws or result.logprobs), result.undrawn
         for seq, token_id in zip(step.drawn, result.token_ids, strict=True):
             if seq.num_pending:
                 seq.num_pending -= 1
             if seq.finish_reason is not None:
                 continue  # it ended while the step ran
+            if undrawn and seq.seq_id in undrawn:
+                self._sit_out(seq)
+                continue
             method = seq.request.method
             if is_scored and (seq.seq_id in result.draws or seq.seq_id in result.logprobs):
                 self._append_scored(seq, token_id, result)
@@ -614,10 +632,18 @@ class Scheduler:
             if reason is not None:
                 self._lifecycle.finish(seq, reason)
 
-    def _advance_searches(self, step: StepInFlight, candidates: Candidates | None) -> None:
+    def _advance_searches(self, step: StepInFlight, result: StepResult) -> None:
         """Let beam searches choose among their candidates, then append all chosen tokens together:
         the device idles until this is done."""
-        searches = [search for search in step.searching if search.request.sequences]
+        candidates = result.candidates
+        searches = []
+        for search in step.searching:
+            sequences = search.request.sequences
+            if not result.undrawn.isdisjoint([seq.seq_id for seq in sequences]):
+                for seq in sequences:
+                    self._sit_out(seq)
+            elif sequences:
+                searches.append(search)
         if not searches:
             return
         assert candidates is not None, "searches have requested them"
@@ -643,6 +669,31 @@ class Scheduler:
         for child, logprob in zip(children, logprobs, strict=True):
             child.cumulative_logprob = logprob
 
+    # ---------------------------------------------------------------- rows that were not drawn
+
+    def _sit_out(self, seq: Sequence) -> None:
+        """No token could be drawn for a sequence: it is as if it had not computed its last token,
+        which it does again when one can be drawn."""
+        if seq.num_pending or seq.table is None:
+            return  # the steps that continue it end first; or it is recomputed anyway
+        request = seq.request
+        is_running = request.status is Status.RUNNING
+        if not self.kv.rewind(seq, seq.num_tokens - 1):
+            for other in request.sequences:
+                if is_running and other.table is not None:
+                    self._lifecycle.close_row(other)
+            self._recompute(request)
+            return
+        if is_running:
+            self._lifecycle.take_back(seq)
+            self._resting.setdefault(request, set()).add(seq.seq_id)
+
+    def _wake(self, waiting: frozenset[int]) -> None:
+        """Let requests continue none of whose rows is `waiting` any more."""
+        for request, seq_ids in list(self._resting.items()):
+            if waiting.isdisjoint(seq_ids):
+                del self._resting[request]
+
 
 def _take_readings(step: StepInFlight, result: StepResult) -> None:
     """Give requests what was read of their prompts."""
@@ -655,6 +706,6 @@ def _take_readings(step: StepInFlight, result: StepResult) -> None:
 def _is_complete(seq: Sequence) -> bool:
     """Whether the steps in flight compute all tokens of a sequence that are certain to exist."""
     num_expected = seq.num_expected_tokens
-    if seq.num_computed_tokens == num_expected:
+    if seq.num_computed_tokens >= num_expected:  # more, if draws that it was to continue failed
         return True
     return seq.num_pending > 0 and num_expected >= seq.request.method.max_length

@@ -126,8 +126,8 @@ class Fork(NamedTuple):
 
 
 class TokenWrites(NamedTuple):
-    """Writes into rows, in their order, as columns: token `position` becomes `token_id`, and the
-    row's length `position + 1`."""
+    """Writes into rows, in their order, as columns: token `position` becomes `token_id`, the row's
+    length `position + 1`, and what was computed from `position` on is computed again."""
 
     seq_ids: list[int]
     positions: list[int]
@@ -256,6 +256,13 @@ class StepResult:
     # Rows that could not be computed, which end their requests. What else is said of them has no
     # meaning; the other rows are as they would be without them.
     errors: dict[int, RequestFailed] = field(default_factory=dict)
+    # Rows of this step for which no token could be drawn yet. What else is said of their tokens and
+    # candidates has no meaning. Steps that continue such a row do not draw for it either, until a
+    # token write has taken it back.
+    undrawn: frozenset[int] = frozenset()
+    # Rows, of this step and of earlier ones, for which none could be drawn now, either. A step that
+    # consists of such rows alone waits for one of them.
+    waiting: frozenset[int] = frozenset()
     # How many experts were computed since the start, added up over layers and steps; 0 if there are
     # no mixtures of experts.
     num_hit_experts: int = 0

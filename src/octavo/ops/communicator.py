@@ -9,8 +9,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.parallel import Shard
@@ -53,6 +55,10 @@ class Communicator(Protocol):
     def all_to_all(self, x: Tensor) -> Tensor:
         """x[i] of [size, ...] goes to rank i; what comes from rank i is at i, of the same shape."""
 
+    def broadcast(self, values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The first rank's values, on the host. All ranks call it in the same order, with equally
+        many values; what the devices do is not waited for."""
+
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -89,6 +95,10 @@ class SingleRank:
         """See Communicator.all_to_all."""
         return x
 
+    def broadcast(self, values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """See Communicator.broadcast."""
+        return values
+
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -104,9 +114,11 @@ class GroupCommunicator:
     On a GPU calls return when they are launched, and may be captured in a CUDA graph.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, hosts: dist.ProcessGroup | None = None) -> None:
+        """`hosts`: the same ranks, by gloo; None: `group` is by gloo itself."""
         self.shard = Shard(group.rank(), group.size())
         self._group: dist.ProcessGroup | None = group
+        self._hosts = group if hosts is None else hosts
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -136,6 +148,12 @@ class GroupCommunicator:
             sent = _as_bytes(x.contiguous())
             dist.all_to_all_single(_as_bytes(received), sent, group=self.group)
         return received
+
+    def broadcast(self, values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """See Communicator.broadcast."""
+        shared = torch.from_numpy(values.astype(np.uint8))
+        dist.broadcast(shared, 0, group=self._hosts)
+        return shared.numpy().astype(np.bool_)
 
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device

@@ -41,8 +41,12 @@ def connect(
     )
     group = dist.group.WORLD
     assert group is not None, "it was just made"
-    if is_gpu and is_one_host:
+    if not is_gpu:
+        return GroupCommunicator(group)
+    hosts = dist.new_group(backend="gloo")
+    assert isinstance(hosts, dist.ProcessGroup), "all ranks belong to it"
+    if is_one_host:
         from octavo.ops.cuda.all_reduce import PeerCommunicator
 
-        return PeerCommunicator(group)
-    return GroupCommunicator(group)
+        return PeerCommunicator(group, hosts)
+    return GroupCommunicator(group, hosts)

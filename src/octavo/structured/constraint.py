@@ -6,7 +6,8 @@ Masks are packed words: bit `i % 32` of word `i // 32`, int32, says whether toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,20 @@ from numpy.typing import NDArray
 from octavo.core.step import Grammar
 
 Words = NDArray[np.int32]
+# With which others a mask is computed: with all that are quick; or with others of which little is
+# known yet; or with none, because masks took long lately, its own or those of constraints that it
+# would have to wait for. Nobody else should wait for the latter two.
+Company = Literal["quick", "new", "none"]
 WORD_BITS = 32
 
 
 class TokenConstraint(Protocol):
     """What one sequence may still say. The state follows from the sequence's output tokens, so it
     is neither sent nor stored: whoever has the tokens can have it."""
+
+    @property
+    def company(self) -> Company:
+        """With which others its next mask is computed."""
 
     def accept(self, token_ids: Sequence[int]) -> str:
         """Take in the next tokens of the output. Returns "", or why they cannot be."""
@@ -43,6 +52,12 @@ class Filling(Protocol):
     """Masks that are being computed. Until `result` has returned, neither the constraints nor the
     words may be touched."""
 
+    computed: Future[None]
+    """Done as soon as `result` need not wait."""
+
+    def note_late(self) -> None:
+        """Called when rows sit a step out because the masks are not there."""
+
     def result(self) -> Filled:
         """Wait for the masks, once; raises what went wrong."""
 
@@ -64,15 +79,15 @@ class ConstraintLibrary(Protocol):
     def fill(
         self,
         constraints: Sequence[Any],
-        token_ids: Sequence[int | None],
+        token_ids: Sequence[Sequence[int]],
         places: Sequence[int],
         words: Words,
     ) -> Filling:
         """Accept tokens, and start to write which may come next, in threads, without the GIL.
 
         Args:
-            constraints: this library's own, different objects, at least one.
-            token_ids: for each of them the next token of the output, or None.
+            constraints: this library's own, different objects, at least one, of the same company.
+            token_ids: for each of them the next tokens of the output.
             places: for each of them the row of `words` that becomes its mask.
             words: [num_rows, num_words(vocab_size)], contiguous; other rows are left as they are.
                 End tokens are not among the tokens of a mask.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from octavo.core.step import Grammar
 from octavo.errors import InvalidRequest
 from octavo.host_memory import num_cpus
 from octavo.model_files import open_files
-from octavo.structured.constraint import WORD_BITS, Filled, Words, num_words
+from octavo.structured.constraint import WORD_BITS, Company, Filled, Words, num_words
 from octavo.structured.schemas import move_excluded_bounds, place_of, refusal
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ MAX_COMPILED = 256  # grammars that stay compiled
 MATCHERS_PER_THREAD = 4
 MAX_MATCHERS = 64  # of a grammar; some hundred KB each
 MAX_REPEATED_SECONDS = 0.02
+# A mask that takes longer is slow, and those of its matcher and of all copies are computed apart
+# from others, until so many in a row were not; each time that they turn out slow again, twice as
+# many must be.
+SLOW_SECONDS = 4e-3
+NUM_TRIED = 256  # masks of a grammar that are computed beside those of other new ones
+NUM_QUICK, MAX_NUM_QUICK = 8, 1024
+MAX_APART = 4  # threads that compute slow masks, at most
+UNWRITTEN = -0x21524111  # the first word of a mask that was not computed yet, and of hardly another
 # White space between the parts of a JSON text: a space, or a new line and what it is indented by.
 # Some models would write it for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
@@ -53,15 +61,65 @@ SLICES = [
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
+@dataclass(slots=True)
+class Trial:
+    """What is known of a grammar."""
+
+    num_masks: int = 0  # since it was compiled, at most NUM_TRIED
+
+
+class Pace:
+    """How long the masks take of a matcher and its copies, which share a lock: no two are computed
+    at the same time."""
+
+    __slots__ = ("_lock", "_num_apart", "_num_needed", "_num_quick", "is_slow", "number", "trial")
+
+    def __init__(self, number: int) -> None:
+        """`number`: different for each."""
+        self.number = number
+        self.trial = Trial()  # the same for all matchers of a grammar
+        self.is_slow = False
+        self._lock = Lock()
+        self._num_apart = 0  # masks under way that are computed apart from others
+        self._num_quick = 0  # of those before them, the last ones
+        self._num_needed = NUM_QUICK // 2
+
+    def note_slow(self) -> None:
+        """A mask took long."""
+        with self._lock:
+            if not self.is_slow:
+                self._num_needed = min(2 * self._num_needed, MAX_NUM_QUICK)
+            self.is_slow, self._num_quick = True, 0
+
+    def begin_apart(self) -> None:
+        """A mask is to be computed apart from others."""
+        with self._lock:
+            self._num_apart += 1
+
+    def end_apart(self, seconds: float) -> None:
+        """It was computed, in so many seconds of a CPU's time."""
+        with self._lock:
+            self._num_apart -= 1
+            self._num_quick = self._num_quick + 1 if seconds < SLOW_SECONDS else 0
+            if self._num_quick >= self._num_needed and not self._num_apart:
+                self.is_slow = False
+
+
 class GuidanceConstraint:
     """See TokenConstraint."""
 
-    __slots__ = ("lock_id", "matcher")
+    __slots__ = ("matcher", "pace")
 
-    def __init__(self, matcher: LLMatcher, lock_id: int) -> None:
-        """`lock_id`: the same for constraints whose masks cannot be computed at the same time."""
+    def __init__(self, matcher: LLMatcher, pace: Pace) -> None:
+        """`pace`: the same for copies of one matcher."""
         self.matcher = matcher
-        self.lock_id = lock_id
+        self.pace = pace
+
+    @property
+    def company(self) -> Company:
+        if self.pace.is_slow:
+            return "none"
+        return "new" if self.pace.trial.num_masks < NUM_TRIED else "quick"
 
     def accept(self, token_ids: Sequence[int]) -> str:
         if self.matcher.consume_tokens(list(token_ids)):
@@ -72,22 +130,25 @@ class GuidanceConstraint:
         self.matcher.rollback(num_tokens)
 
     def fork(self) -> GuidanceConstraint:
-        return GuidanceConstraint(self.matcher.deep_copy(), self.lock_id)
+        return GuidanceConstraint(self.matcher.deep_copy(), self.pace)
 
 
-class GuidanceFilling(NamedTuple):
+@dataclass(slots=True)
+class GuidanceFilling:
     """See Filling."""
 
     computed: Future[None]
     constraints: Sequence[GuidanceConstraint]
+    order: Sequence[int]  # in which the library takes the constraints
     places: NDArray[np.int64]
     masks: Words  # the library's
     words: Words  # the caller's, perhaps the same
     end_ids: Sequence[int]
     vocab_size: int
+    busy: set[int] = field(default_factory=set)  # with which constraints, at the last look
 
     def result(self) -> Filled:
-        self.computed.result()
+        self._wait()
         masks, words, places = self.masks, self.words, self.places
         unsigned = masks.view(np.uint32)
         end = self.end_ids[0]
@@ -106,12 +167,38 @@ class GuidanceFilling(NamedTuple):
                 errors[i] = _message(matcher.get_error())
         return Filled(accepts.astype(np.bool_), errors)
 
+    def note_late(self) -> None:
+        """See Filling.note_late. Slow are those masks that are being computed twice in a row, when
+        it is looked at what was written. Nothing else relies on what was."""
+        if self.constraints[0].company == "none":
+            return
+        now = self._being_computed()
+        for i in now & self.busy:
+            self.constraints[i].pace.note_slow()
+        self.busy = now
+
+    def _wait(self) -> None:
+        """Wait, and note which masks are waited for."""
+        while True:
+            try:
+                return self.computed.result(SLOW_SECONDS)
+            except TimeoutError:
+                self.note_late()
+
+    def _being_computed(self) -> set[int]:
+        """Constraints with whose masks the library's threads are likely to be busy: each thread
+        takes neighbours, one after the other."""
+        is_there = self.masks[self.places[self.order], 0] != UNWRITTEN
+        began = np.concatenate([[True], is_there[:-1]])
+        return {self.order[k] for k in np.flatnonzero(began & ~is_there).tolist()}
+
 
 @dataclass(slots=True)
 class _Compiled:
     """A grammar, as often as it was compiled."""
 
     constraints: list[GuidanceConstraint] = field(default_factory=list)
+    trial: Trial = field(default_factory=Trial)
     num_uses: int = 0
     seconds: float = 0.0  # that it took the last time
 
@@ -141,12 +228,15 @@ class Guidance:
         self._eos_ids = list(eos_ids)
         self._num_threads = num_threads
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._lock_ids = count()
+        self._numbers = count()
         self._lock = Lock()
         self._loading = Lock()
         self._tokenizer: Any = None
         self._executor: Any = None
         self._thread: ThreadPoolExecutor | None = None  # that waits for the library's own threads
+        self._new_executor: Any = None  # with threads of its own
+        self._new_threads: ThreadPoolExecutor | None = None
+        self._apart: list[ThreadPoolExecutor] = []  # of one thread each, for slow masks
         self._num_words = 0  # of the library's masks; the tokenizer may have more than the model
         self._end_ids: list[int] = []  # that stand for the end of the output in them
 
@@ -168,6 +258,7 @@ class Guidance:
             known = self._compiled.setdefault(grammar, _Compiled())
             known.seconds = perf_counter() - began
             known.constraints.append(compiled)
+            compiled.pace.trial = known.trial
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
@@ -183,7 +274,7 @@ class Guidance:
     def fill(
         self,
         constraints: Sequence[GuidanceConstraint],
-        token_ids: Sequence[int | None],
+        token_ids: Sequence[Sequence[int]],
         places: Sequence[int],
         words: Words,
     ) -> GuidanceFilling:
@@ -193,35 +284,86 @@ class Guidance:
         GIL again, it could wait for as long as the interpreter's switch interval (5 ms).
         """
         assert self._thread is not None, "a grammar was compiled"
-        matchers = [constraint.matcher for constraint in constraints]
-        for matcher, token_id in zip(matchers, token_ids, strict=True):
-            if token_id is not None:
-                matcher.consume_token(token_id)
-        # Each of the library's threads takes neighbours, which should not be in the way of others.
-        locks = [constraint.lock_id for constraint in constraints]
-        order = sorted(range(len(locks)), key=locks.__getitem__)
-        pairs = [(matchers[i], places[i]) for i in order]
         # The tokenizer may have more tokens than the model: then masks are cut.
         fits = words.shape[1] == self._num_words
         masks = words if fits else np.empty((len(words), self._num_words), np.int32)
+        where = np.array(places)
+        # Each of the library's threads takes neighbours, which should not be in the way of others.
+        numbers = [constraint.pace.number for constraint in constraints]
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        company = constraints[0].company
+        masks[where, 0] = UNWRITTEN
+        if company == "none":
+            assert len(constraints) == 1, "nobody waits for it"
+            future = self._compute_apart(constraints[0], token_ids[0], masks[places[0]])
+        else:
+            matchers = [constraint.matcher for constraint in constraints]
+            for matcher, new_ids in zip(matchers, token_ids, strict=True):
+                if len(new_ids) == 1:
+                    matcher.consume_token(new_ids[0])
+                elif new_ids:
+                    matcher.consume_tokens(list(new_ids))
+            for constraint in constraints if company == "new" else ():
+                constraint.pace.trial.num_masks += 1
+            pairs = [(matchers[i], places[i]) for i in order]
+            future = self._compute(pairs, masks, is_new=company == "new")
+        return GuidanceFilling(
+            *(future, constraints, order, where, masks, words),
+            *(self._end_ids, self._vocab_size),
+        )
+
+    def _compute(
+        self, pairs: list[tuple[LLMatcher, int]], masks: Words, is_new: bool
+    ) -> Future[None]:
+        """Start to compute masks, and return when they are being computed, unless they are of new
+        grammars, which others may keep waiting."""
+        thread, executor = self._thread, self._executor
+        if is_new:
+            thread, executor = self._new_threads, self._new_executor
+        assert thread is not None, "a grammar was compiled"
         has_begun = Event()
 
         def compute() -> None:
             has_begun.set()
-            self._executor.unsafe_compute_mask_ptr(
-                pairs, masks.ctypes.data, masks.strides[0], len(masks)
-            )
+            executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
 
-        future = self._thread.submit(compute)
-        has_begun.wait()  # without the GIL, which the thread needs to begin
-        return GuidanceFilling(
-            future, constraints, np.array(places), masks, words, self._end_ids, self._vocab_size
-        )
+        future = thread.submit(compute)
+        if not is_new:
+            has_begun.wait()  # without the GIL, which the thread needs to begin
+        return future
+
+    def _compute_apart(
+        self, constraint: GuidanceConstraint, token_ids: Sequence[int], mask: Words
+    ) -> Future[None]:
+        """Accept tokens and compute a mask in a thread for slow ones, always the same one for
+        copies of one matcher: else one would wait for another's lock, and hold the GIL."""
+        pace, matcher = constraint.pace, constraint.matcher
+
+        def compute() -> None:
+            seconds = SLOW_SECONDS
+            try:
+                for token_id in token_ids:  # others may run between two of them
+                    matcher.consume_token(token_id)
+                began = thread_time()
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                seconds = thread_time() - began
+            finally:
+                pace.end_apart(seconds)
+
+        def skipped(future: Future[None]) -> None:
+            if future.cancelled():
+                pace.end_apart(SLOW_SECONDS)
+
+        pace.begin_apart()
+        future = self._apart[pace.number % len(self._apart)].submit(compute)
+        future.add_done_callback(skipped)
+        return future
 
     def shutdown(self) -> None:
         """See ConstraintLibrary.shutdown."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        for thread in [self._thread, self._new_threads, *self._apart]:
+            if thread is not None:
+                thread.shutdown(cancel_futures=True)
 
     def load(self, field: str = "structured") -> None:
         """Read the vocabulary, which takes up to a second; nothing happens the second time.
@@ -257,6 +399,10 @@ class Guidance:
             self._end_ids = tokenizer.eos_tokens
             self._executor = LLExecutor(self._num_threads)
             self._thread = ThreadPoolExecutor(1, "masks")
+            num_apart = max(1, min(MAX_APART, self._num_threads // 4))
+            self._apart = [ThreadPoolExecutor(1, "slow masks") for _ in range(num_apart)]
+            self._new_executor = LLExecutor(max(1, self._num_threads // 2))
+            self._new_threads = ThreadPoolExecutor(MAX_APART, "new masks")
             self._tokenizer = tokenizer
 
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
@@ -285,7 +431,7 @@ class Guidance:
             message = _message(matcher.get_error())
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
-        return GuidanceConstraint(matcher, next(self._lock_ids))
+        return GuidanceConstraint(matcher, Pace(next(self._numbers)))
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:

@@ -296,6 +296,13 @@ class InputBatch:
         """See RowMasks.start_ahead. All tokens of these sequences are known."""
         self._masks.start_ahead(self.masked_rows(seq_ids), self._token_ids)
 
+    def waiting(self) -> frozenset[int]:
+        """Sequences whose masks were late when a token was to be drawn, and still are."""
+        rows = self._masks.waiting()
+        if not rows:
+            return frozenset()
+        return frozenset(seq_id for seq_id, row in self._row_of.items() if row in rows)
+
     def shutdown(self) -> None:
         """End what runs beside the batch; it is not used any more."""
         self._masks.shutdown()
@@ -445,13 +452,18 @@ class InputBatch:
             return
         rows, positions = self.rows_of(writes.seq_ids), np.array(writes.positions, np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
+        is_new = self._token_ids[rows, positions] != writes.token_ids
         # Where indices repeat, the last assignment wins: writes take effect in order.
         self._token_ids[rows, positions] = writes.token_ids
         self._rows["num_tokens"][rows] = positions + 1
+        num_computed = self._rows["num_computed"]
+        num_computed[rows] = np.minimum(num_computed[rows], positions)
         flags = self._rows["flags"][rows]
         for i in np.flatnonzero(flags & _MASK).tolist():
             num_prompt = int(self._rows["num_prompt"][rows[i]])
-            self._masks.rewind(int(rows[i]), int(positions[i]) - num_prompt)
+            # A token that was there already may have been accepted.
+            num_kept = int(positions[i]) - num_prompt + (not is_new[i])
+            self._masks.rewind(int(rows[i]), num_kept)
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
         if not writes:

@@ -403,9 +403,10 @@ class ModelRunner:
                 assert hidden is not None, "the step has computed something"
                 words, sampling = None, staged.sampling
                 if masks is not None:
-                    words, errors = masks.result()
-                    ids = plan.ending
+                    ids, late = plan.ending, self._late_masks(plan, masks)
+                    words, errors = masks.result(late)
                     step.errors = {ids[index]: error for index, error in errors.items()}
+                    step.undrawn = frozenset(ids[masks.rows[i].logits_row] for i in late)
                 if sampling.batch.edited:
                     edited = batch.with_texts(plan.ending, sampling.batch.edited)
                     sampling = sampling._replace(batch=replace(sampling.batch, edited=edited))
@@ -413,6 +414,22 @@ class ModelRunner:
             self._draw_staging.release()
             choice.read_back(device.to_host)
             step.choice, step.ended = choice, device.moment()
+
+    def _late_masks(self, plan: StepPlan, masks: PendingMasks) -> list[int]:
+        """Indices of the masked rows that sit this step out, as the first rank decides. It waits
+        only if nothing else would be done in this step."""
+        late, ids = list[int](), plan.ending
+        communicator = self._sampler.vocabulary.communicator
+        if communicator.shard.rank == 0:
+            late = masks.late()
+            if late and len({ids[masks.rows[i].logits_row] for i in late}) == len(plan.seq_ids):
+                masks.wait_for_one()
+                late = masks.late()
+        if communicator.shard.size > 1 and masks.follow_grammars:
+            is_late = np.zeros(len(masks.rows), np.bool_)
+            is_late[late] = True
+            late = np.flatnonzero(communicator.broadcast(is_late)).tolist()
+        return late
 
     def _choose(
         self,
@@ -539,6 +556,7 @@ class StepInFlight:
         self.plan = plan
         self.read = NOTHING  # of prompts
         self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
+        self.undrawn: frozenset[int] = frozenset()  # those for which nothing could be drawn yet
         self.drawn: Drawn | None = None
         self.num_hit_experts: Tensor | None = None  # so far, in all steps
         self.draw: Callable[[], None] | None = None  # what is left of it
@@ -590,6 +608,8 @@ class StepInFlight:
         candidates = choice.candidates()
         ids = plan.ending
         failed = [ids[row] for row in rows_not_finite(first, candidates)]
+        if self.undrawn:  # of which nothing is known
+            failed = [seq_id for seq_id in failed if seq_id not in self.undrawn]
         swaps = bool(plan.swap_out or plan.swap_in)
         scores, pooled = self.read.scores, self.read.pooled()
         return StepResult(
@@ -601,6 +621,8 @@ class StepInFlight:
             prompt_logprobs=scores,
             pooled=pooled,
             errors=logits_not_finite([*not_finite(scores, pooled), *failed]) | self.errors,
+            undrawn=self.undrawn,
+            waiting=self._batch.waiting(),
             num_hit_experts=0 if self.num_hit_experts is None else int(self.num_hit_experts),
             compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
             swap_seconds=swapped.seconds_since(started) if swaps else 0.0,

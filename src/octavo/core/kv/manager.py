@@ -436,6 +436,23 @@ class KVCacheManager:
             self._append_one(seq, num_tokens, changes)
         return changes
 
+    def rewind(self, seq: Sequence, num_tokens: int) -> bool:
+        """Let a sequence compute its tokens from `num_tokens` on again, of which no step in flight
+        computes any. False, and nothing is changed, if its windows have left what they read."""
+        table = _table(seq)
+        for group in self._windowed:
+            spec, size = self.specs[group], self.block_sizes[group]
+            if first_needed_block(spec, size, num_tokens) < table.num_dropped[group]:
+                return False
+        self._prefixes.abandon(seq)  # other prompts need not wait until it goes on
+        pool = self.pool if table.on_device else self.swap_pool
+        for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
+            while (len(ids) - 1) * size >= num_tokens:
+                pool.release(ids.pop())
+        table.writable_until = min(table.writable_until, num_tokens)
+        seq.num_computed_tokens = num_tokens
+        return True
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share the blocks of `parent` that it will read. Allocates nothing."""
         child.table = _table(parent).copy()

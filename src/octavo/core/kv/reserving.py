@@ -118,6 +118,13 @@ class ReservingKVCacheManager(KVCacheManager):
             table.writable_until = self._capacity(table)
         return changes
 
+    def rewind(self, seq: Sequence, num_tokens: int) -> bool:
+        """See KVCacheManager.rewind. What is reserved stays."""
+        assert seq.table is not None, f"{seq} holds no blocks"
+        seq.table.writable_until = min(seq.table.writable_until, num_tokens)
+        seq.num_computed_tokens = num_tokens
+        return True
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
         self._reservations[parent.request.request_id].num_holders += 1
