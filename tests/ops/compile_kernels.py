@@ -164,6 +164,7 @@ def quantized_projections() -> None:
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda import linear_quantized, linear_table
     from octavo.ops.cuda.linear_gemv import Scales, linear_one
+    from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import round_inputs
     from octavo.ops.cuda.quantized_tiles import Product, Tiles, candidates
@@ -191,9 +192,12 @@ def quantized_projections() -> None:
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)
             product = Product.of(num_tokens, stored, epilogue.is_gated)
             assert product is not None
-            tiles = candidates(product)[0]
-            assert isinstance(tiles, Tiles)
-            launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
+            choice = candidates(product)[0]
+            if isinstance(choice, PackedPrograms):
+                linear_packed(x, stored, out[0], out, epilogue, choice)
+                continue
+            assert isinstance(choice, Tiles)
+            launch(x, stored, out[0], out, epilogue, choice, is_partial=num_tokens == 1)
     rounded, scales = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
-Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py
-and experts_hopper.py use.
+Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
+linear_gemv_packed.py and experts_hopper.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory; programs run one after the other.
@@ -136,6 +136,26 @@ class Barriers:
         assert done, "a partition waits for ever"
 
 
+class Copies:
+    """Groups of copies to shared memory, which are not there before they are waited for."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[tuple[Shared, Tensor]]] = []
+        self.open: list[tuple[Shared, Tensor]] = []
+
+    def add(self, target: Shared, source: Pointer, mask: Any = None) -> None:
+        self.open.append((target, _load(source, mask)))
+
+    def commit(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait(self, num_outstanding: int) -> None:
+        while len(self.groups) > num_outstanding:
+            for target, values in self.groups.pop(0):
+                target.store(values)
+
+
 def run(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel's programs one after the other.
 
@@ -179,6 +199,7 @@ class _Namespaces:
             arrive=lambda bar, count, pred=True: bar[0].change(bar[1], count, 0) if pred else None,
             MBarrierLayout=lambda: "barrier",
         )
+        copies = Copies()
         language = SimpleNamespace(
             **DTYPES,
             **{name: lambda *args, **options: None for name in LAYOUTS},
@@ -189,6 +210,7 @@ class _Namespaces:
             allocate_shared_memory=_allocate,
             arange=lambda start, end, layout=None: block(torch.arange(start, end)),
             zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
+            full=lambda shape, value, dtype, layout: block(torch.full(shape, value, dtype=dtype)),
             cdiv=lambda a, b: -(-a // b),
             minimum=_extreme(min, torch.minimum),
             maximum=_extreme(max, torch.maximum),
@@ -203,6 +225,7 @@ class _Namespaces:
             join=lambda a, b: torch.stack((a, b), dim=-1),
             split=lambda pairs: pairs.unbind(-1),
             convert_layout=lambda values, layout, assert_trivial=False: values,
+            broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=_assembly,
             warp_specialize=_partitions,
             load=_load,
@@ -212,6 +235,11 @@ class _Namespaces:
         self.meanings = {
             "gl": language,
             "mbarrier": barrier,
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=copies.add,
+                commit_group=copies.commit,
+                wait_group=copies.wait,
+            ),
             "fence_async_shared": lambda: None,
             "mma_v2": _multiply,
             "warpgroup_mma": _multiply,

@@ -18,8 +18,15 @@ from octavo.layers.config import MLPConfig, NormConfig
 from octavo.layers.linear import QuantizedLinear
 from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import RMSNorm
-from octavo.ops.cuda import linear, linear_hopper, linear_quantized, stored_weights
+from octavo.ops.cuda import (
+    linear,
+    linear_gemv_packed,
+    linear_hopper,
+    linear_quantized,
+    stored_weights,
+)
 from octavo.ops.cuda import norm as cuda_norm
+from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.quantize import round_inputs
@@ -47,6 +54,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         workspace = torch.empty(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
         for module, kernel in (
             (linear_quantized, "quantized_linear_kernel"),
+            (linear_gemv_packed, "_linear_packed_kernel"),
             (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
         ):
@@ -147,8 +155,35 @@ def test_one_token_times_float8_takes_no_tensor_cores(
     assert relative(kernel.apply_partial(x, bias), y) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["int4", "int4-asymmetric"])
+@pytest.mark.parametrize(
+    ("size", "programs", "epilogue"),
+    [
+        (1024, PackedPrograms(16, 4), Epilogue.SILU_MUL),  # all warps have as many blocks
+        (1152, PackedPrograms(16, 2), Epilogue.NONE),
+        (640, PackedPrograms(32, 4), Epilogue.SILU_MUL),
+        (384, PackedPrograms(16, 8), Epilogue.GELU),  # some warps have none
+        (1408, PackedPrograms(16, 2, splits=3), Epilogue.NONE),
+    ],
+)
+def test_one_token_times_4_bits_with_any_programs(
+    hopper: torch.device, name: str, size: int, programs: PackedPrograms, epilogue: Epilogue
+) -> None:
+    dtype = torch.float16 if size == 640 else torch.bfloat16
+    form = made(name, 102, size, hopper)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    x, bias = inputs(1, size, dtype, hopper), inputs(1, 102, dtype, hopper)[0]
+    wanted = apply_epilogue(x.float() @ form.dequantize().t() + bias.float(), epilogue)
+    out = torch.full_like(wanted, torch.nan, dtype=dtype)
+    if programs.splits > 1:
+        out = out.float().expand(programs.splits, -1, -1).contiguous()
+    linear_packed(x, stored, bias, out, epilogue, programs)
+    assert relative(out.sum(dim=0) if programs.splits > 1 else out, wanted) < TOLERANCE
+
+
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("size", "num_tokens"), [(256, 1), (352, 20)])
+@pytest.mark.parametrize(("size", "num_tokens"), [(352, 1), (352, 20)])
 def test_integers_of_gguf_files(
     hopper: torch.device, bits: int, size: int, num_tokens: int
 ) -> None:
@@ -230,7 +265,8 @@ def test_a_kernel_computes_by_the_answers_to_its_questions(
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
     kernel.apply(x, None, Epilogue.SILU_MUL)
     asked = kernel.questions(150)
-    assert [question.rows for question in asked] == [8, 16, 32, 64, 128, 192]
+    one = [] if name == "float8-row" else [1]  # FP8 has one way
+    assert [question.rows for question in asked] == [*one, 8, 16, 32, 64, 128, 192]
     options = asked[-1].options
     assert len(options) > 5
     launched: list[Tiles] = []

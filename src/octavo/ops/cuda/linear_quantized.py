@@ -1,7 +1,8 @@
 """y = x W^T on Hopper with W quantized in memory.
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
-linear_hopper_persistent.py). A model that was made for it has its inputs rounded to FP8, too, if
+linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, and times 4 bits it may
+be linear_gemv_packed.py's). A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
 have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
 other weight: that costs as much as writing it, and the product with many tokens costs more.
@@ -30,6 +31,7 @@ from octavo.ops.cuda.linear import (
     linear_partial,
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
+from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -47,6 +49,7 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
+    MOST_BY_ONE,
     SIZES,
     Choice,
     Product,
@@ -263,6 +266,8 @@ class QuantizedCudaLinear:
         if rounding is not Rounding.NONE:
             rounded = round_inputs(x, rounding)
             return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
+        if isinstance(choice, PackedPrograms):
+            return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
             return linear_partial(x, self._dense(x.dtype), bias)
         if choice.splits == 1:
@@ -280,6 +285,8 @@ class QuantizedCudaLinear:
             for tokens, before in zip(SIZES, (0, *SIZES), strict=False):
                 if before >= max_tokens:
                     break
+                if tokens == 1 and self._scales is not None:
+                    continue  # _apply_one
                 rounds = self.rounding(tokens) is not Rounding.NONE
                 product = Product.of(tokens, self._stored, is_gated, rounds)
                 assert product is not None
@@ -308,6 +315,8 @@ class QuantizedCudaLinear:
         if product.rounds_inputs:
             rounded = copies.rounded(product.tokens, self._dtype, self._rounding)
             return kernel._multiply_rounded(rounded, None, epilogue, choice, False)
+        if isinstance(choice, PackedPrograms):
+            return kernel._multiply_packed(x, None, epilogue, choice)
         return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -337,11 +346,25 @@ class QuantizedCudaLinear:
         self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, choice: Choice
     ) -> Tensor:
         stored = self._stored
+        if isinstance(choice, PackedPrograms):
+            if choice.splits == 1 or stored.shape[1] <= MOST_BY_ONE:
+                return self._multiply_packed(x, bias, epilogue, replace(choice, splits=1))
+            parts = self._multiply_packed(x, bias, Epilogue.NONE, choice)
+            return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):
             return linear(x, self._dense(x.dtype), bias, epilogue)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
         out = x.new_empty((len(x), num_rows))
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
+        return out
+
+    def _multiply_packed(
+        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, programs: PackedPrograms
+    ) -> Tensor:
+        """With splits: partial sums."""
+        num_rows = self._stored.shape[0] // 2 if epilogue.is_gated else self._stored.shape[0]
+        out = self._output(len(x), num_rows, programs.splits if programs.splits > 1 else 0)
+        linear_packed(x, self._stored, bias, out, epilogue, programs)
         return out
 
     def _dense(self, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, and
-linear_hopper_persistent.py from 65 tokens on).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, linear_gemv_packed.py
+for one token and 4 bits, and linear_hopper_persistent.py from 65 tokens on).
 
 A rule proposes some by the shape, the best guess first: what was fastest, or nearly so, for the
 shapes of Llama 3 8B on an H200 (2026-11-23, Triton 3.6, benchmarks/quantized_linear.py). Which of
@@ -14,14 +14,23 @@ from functools import cache
 import triton
 
 from octavo.ops.cuda import linear_table
-from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight, row_bytes, staged_groups
+from octavo.ops.cuda.linear_gemv_packed import PackedPrograms
+from octavo.ops.cuda.stored_weights import (
+    BLOCK,
+    INT4,
+    StoredWeight,
+    row_bytes,
+    staged_groups,
+)
 
 # Up to how many tokens a choice is for; more are computed otherwise.
-SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SIZES = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
+MOST_BY_ONE = 4096  # inputs of a program for one token
+_FEWEST_TOKENS = 8  # of a tile
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
@@ -56,7 +65,7 @@ class Library:
     """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
 
 
-Choice = Tiles | linear_table.Tiles | Library  # the second ones with inputs rounded to FP8
+Choice = Tiles | PackedPrograms | linear_table.Tiles | Library  # the third with inputs in FP8
 LIBRARY = Library()
 
 
@@ -99,6 +108,9 @@ def candidates(product: Product) -> tuple[Choice, ...]:
             _grouped_candidates(product) if product.group else _rounded_candidates(product)
         )
     found: list[Choice] = []
+    packed = _packed_programs(product)
+    if packed is not None:
+        return (packed,)
     if product.tokens >= 128:
         found += _persistent_candidates(product)
     if product.tokens <= 512:
@@ -108,14 +120,34 @@ def candidates(product: Product) -> tuple[Choice, ...]:
     return tuple(found)
 
 
+def _packed_programs(product: Product) -> PackedPrograms | None:
+    """Of linear_gemv_packed.py's kernel, for layers of up to 4,096 inputs and outputs.
+
+    There is no choice to measure: in turns with another kernel, each of the two takes longer than
+    alone.
+    """
+    num_blocks = product.size // BLOCK
+    if product.tokens > 1 or product.format != INT4 or product.size % BLOCK:
+        return None
+    if product.group and product.group < BLOCK:
+        return None
+    leaves_partial_sums = product.num_rows <= MOST_BY_ONE and not product.is_gated
+    if product.size > MOST_BY_ONE and not leaves_partial_sums:
+        return None
+    most = MOST_BY_ONE // BLOCK
+    splits = max(triton.cdiv(num_blocks, most), 1 + (num_blocks > most // 2))
+    return PackedPrograms(16, 4, splits if leaves_partial_sums else 1)
+
+
 def _simple_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_quantized.py's kernel."""
     scales_weights = product.group > 0 and product.tokens >= 128
     # Tokens, rows, programs on an SM, and whether single warps multiply.
     if product.tokens <= 16:
+        tokens = max(product.tokens, _FEWEST_TOKENS)
         pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
-        kinds = [(product.tokens, *pair, True) for pair in pairs]
-        kinds.append((product.tokens, 64, 3, False))
+        kinds = [(tokens, *pair, True) for pair in pairs]
+        kinds.append((tokens, 64, 3, False))
     elif product.tokens <= 128:
         pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
         kinds = [(product.tokens, *pair, False) for pair in pairs]
