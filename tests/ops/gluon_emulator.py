@@ -235,11 +235,8 @@ class _Namespaces:
         self.meanings = {
             "gl": language,
             "mbarrier": barrier,
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=copies.add,
-                commit_group=copies.commit,
-                wait_group=copies.wait,
-            ),
+            "async_copy": SimpleNamespace(commit_group=copies.commit, wait_group=copies.wait),
+            "_copy": copies.add,
             "fence_async_shared": lambda: None,
             "mma_v2": _multiply,
             "warpgroup_mma": _multiply,

@@ -28,6 +28,13 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
 
+# A name that changed between Triton 3.6 and 3.9, where the old one still exists, and fails.
+_copy = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
+
 _BLOCK = tl.constexpr(BLOCK)
 _INT4 = tl.constexpr(INT4)
 _WIDTH = tl.constexpr(16)  # words of a block, and inputs of a plane
@@ -232,7 +239,7 @@ def _linear_packed_kernel(
             places = sources + i * (WARPS * _BLOCK)
         else:
             places = sources + gl.minimum(last - 1 - wide_blocks, i * WARPS) * _BLOCK
-        async_copy.async_copy_global_to_shared(x_tiles.index(i), places)
+        _copy(x_tiles.index(i), places)
     async_copy.commit_group()
     async_copy.wait_group(0)
     for i in gl.static_range(COUNT):
