@@ -16,15 +16,13 @@ from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.structured.constraint import Words
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits, is_forced
-from octavo.worker.row_masks import (
-    MaskedRow,
-    PendingMasks,
-    RowMasks,
+from octavo.worker.mask_rules import (
     has_first_masks,
     has_mask,
     has_mask_at,
     mask_follows_text,
 )
+from octavo.worker.row_masks import MaskedRow, PendingMasks, RowMasks
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
