@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,7 @@ class Projection(LinearMethod):
         if config.has_bias:
             self.bias = nn.Parameter(torch.empty(config.out_features), requires_grad=False)
         self._kernel: LinearKernel
+        self._norming_kernel: NormingKernel | None = None
 
     def places(self) -> Sequence[Tensor | WeightSlot]:
         """Where the weight of each merged projection goes: [out_size, in_features]."""
@@ -148,10 +149,11 @@ class Projection(LinearMethod):
         """See WeightOwner.kernels."""
         return (self._kernel,)
 
-    @cached_property
-    def _norming_kernel(self) -> NormingKernel | None:
-        """Kept, because such a check is slow."""
-        return self._kernel if isinstance(self._kernel, NormingKernel) else None
+    def _compute_with(self, kernel: LinearKernel) -> None:
+        """Called by `finalize`."""
+        self._kernel = kernel
+        # Known from here on, because such a check is slow.
+        self._norming_kernel = kernel if isinstance(kernel, NormingKernel) else None
 
 
 class PlainLinear(Projection):
@@ -173,7 +175,7 @@ class PlainLinear(Projection):
         An embedding table that shares the weight keeps it: then there are two copies.
         """
         assert self.weight is not None, "finalize is called once"
-        self._kernel = make_linear_kernel(self.weight.detach())
+        self._compute_with(make_linear_kernel(self.weight.detach()))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -185,7 +187,7 @@ class RoundedLinear(PlainLinear):
     def finalize(self) -> None:
         """See PlainLinear.finalize."""
         assert self.weight is not None, "finalize is called once"
-        self._kernel = make_rounding_kernel(self.weight.detach())
+        self._compute_with(make_rounding_kernel(self.weight.detach()))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -214,7 +216,7 @@ class QuantizedLinear(Projection):
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
             kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))
-        self._kernel = kernel
+        self._compute_with(kernel)
         self._rounding_kernel = kernel if isinstance(kernel, RoundingKernel) else None
         for slot in self._slots:
             slot.clear()

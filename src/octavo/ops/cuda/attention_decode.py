@@ -122,8 +122,9 @@ class DecodeConfig:
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
         """For how many splits the keys of all sequences are cut at most; at_once: see above."""
+        most = max(1, MAX_PROGRAMS // num_kv_heads)
         even = max(1, self.num_programs // num_kv_heads)
-        return max(even, num_seqs * at_once) if self.is_early else even
+        return min(most, max(even, num_seqs * at_once)) if self.is_early else even
 
 
 @dataclass(frozen=True, slots=True)
