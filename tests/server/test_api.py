@@ -527,6 +527,9 @@ def test_other_errors_have_the_same_shape(server: LiveServer, client: openai.Ope
     assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
     error_of(server.get("/v1/nothing"), 404)
     error_of(server.get("/v1/completions"), 405)
+    refused = httpx.patch(f"{server.url}/v1/responses/resp_1")
+    error_of(refused, 405)
+    assert refused.headers["Allow"] == "DELETE, GET, HEAD"
     error_of(server.post("/v1/models", {}), 405)
     url = f"{server.url}/v1/completions"
     as_text = httpx.post(url, content='{"prompt": "a"}', headers={"content-type": "text/plain"})

@@ -59,8 +59,9 @@ def create_app(
         stored_responses=ResponseStore(settings.max_stored_responses),
         storage=storage,
     )
-    add_error_handlers(app)
-    for router in (*ROUTERS, *routers):
+    routers = [*ROUTERS, *routers]
+    add_error_handlers(app, routers)
+    for router in routers:
         app.include_router(router)
         _answer_head(app, router)
     app.add_middleware(Gate, settings=settings)

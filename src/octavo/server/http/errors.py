@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from msgspec import Meta
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from octavo.errors import (
     EngineFailed,
@@ -124,14 +127,27 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "an internal error; the server's log has the details", code="internal")
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Give every error of `app`'s routes the one shape."""
+def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
+    """Give every error of `app`'s routes, which are those of `routers`, the one shape."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            error.headers = {"Allow": ", ".join(_allowed_methods(request, routes))}
         return as_api_error(error).response()
 
     for kind in (ApiError, OctavoError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
+
+
+def _allowed_methods(request: Request, routes: Sequence[APIRoute]) -> list[str]:
+    """What the request's path can be asked with: Starlette names the methods of one route alone,
+    and a path has a route for each method."""
+    methods = set[str]()
+    for route in routes:
+        if route.matches(request.scope)[0] is Match.PARTIAL:
+            methods.update(route.methods or ())
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
 
 
 def _of_parameter(error: RequestValidationError) -> ApiError:
