@@ -162,6 +162,17 @@ def test_routing(backend: Backend, device: torch.device, rule: str, num_tokens: 
     assert int(num_hit) == hit
 
 
+@pytest.mark.parametrize("size", [1_100, 8_300])
+def test_routing_of_long_inputs(device: torch.device, size: int) -> None:
+    config = RULES["softmax"]
+    weights = RouterWeights(
+        numbers(config.num_experts, size, device=device) / size**0.5,
+        numbers(config.num_experts, seed=1, device=device),
+    )
+    x = numbers(3, size, device=device)
+    assert_routed(routed_by(BACKENDS["triton"], weights, config, x), route(x, weights, config))
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of large gates
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 @pytest.mark.parametrize(
@@ -238,6 +249,21 @@ def test_a_bad_row_stays_alone(
     others = [i for i in range(num_tokens) if i != 1]
     assert torch.equal(total(after)[others], total(before)[others])
     assert not total(after)[1].isfinite().any()
+
+
+def test_blocks_hold_the_rows_of_their_expert(device: torch.device) -> None:
+    ids = torch.tensor([[0, 2]] * 300 + [[2, 5]] * 20 + [[7, 11]], device=device).int()
+    for part in (ids, ids[290:]):
+        lists = routing.list_blocks(part, 12, torch.zeros(1, dtype=torch.int64, device=device))
+        num_blocks = int(lists.num_blocks)
+        experts, begins, ends = (each[:num_blocks].tolist() for each in lists[1:4])
+        hit = sorted(set(part.flatten().tolist()))
+        found: dict[int, list[int]] = {each: [] for each in hit}
+        for expert, begin, end in zip(experts, begins, ends, strict=True):
+            assert 0 < end - begin <= lists.block_rows
+            found[expert] += lists.rows[begin:end].tolist()
+        for expert, rows in found.items():
+            assert sorted(rows) == (part.flatten() == expert).nonzero().flatten().tolist()
 
 
 def test_ten_thousand_rows(device: torch.device) -> None:

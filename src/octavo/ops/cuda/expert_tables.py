@@ -16,12 +16,15 @@ bit 8 j + 7 or, in the second half (h = 1), in bit 8 j + 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.expert_weights import BLOCK
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import MX_BLOCK, MxFloat4
 
 ROWS = 64  # of each matrix in a tile
@@ -30,6 +33,31 @@ MAX_SHIFT = 11  # of exponents within a row: from 0.5 as the smallest normal num
 # for, and e2m1's exponents are biased by 127.
 _BIAS = 127 - 5 + MAX_SHIFT
 _GROUPS = BLOCK // MX_BLOCK
+
+
+def _assembly() -> str:
+    """PTX: words $8 to $11 of one row, with the shifts of its four groups in the octets of $12, ->
+    four e4m3 in each of $0 to $7, of which 2 c and 2 c + 1 are those of word c."""
+    lines = [".reg .b32 low, high, shift, small, large, t;"]
+    for c in range(4):
+        word = f"${8 + c}"
+        lines += [
+            f"prmt.b32 shift, $12, 0, 0x444{c};",
+            # e4m3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
+            "mad.lo.u32 small, shift, 0x01010100, 0x14100800;",
+            "mad.lo.u32 large, shift, 0x01010101, 0x24201C18;",
+            f"and.b32 low, {word}, 0x77777777;",
+            "shr.u32 high, low, 16;",
+            "prmt.b32 t, small, large, low;",
+            f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
+            "prmt.b32 t, small, large, high;",
+            f"shl.b32 high, {word}, 4;",
+            f"lop3.b32 ${2 * c + 1}, high, 0x80808080, t, 0xEA;",
+        ]
+    return "{" + "\n".join(lines) + "}"
+
+
+TO_FLOAT8 = tl.constexpr(_assembly())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +110,14 @@ class ExpertTables:
         words, shifts = (torch.cat(each) for each in zip(*parts, strict=True))
         factors = torch.stack([factors for _, factors, _ in found])
         return cls(words, shifts, factors, size, num_first)
+
+
+class ExpertProjection(NamedTuple):
+    """Gates and ups, or down, of all experts: epilogue(x W^T + bias)."""
+
+    tables: ExpertTables
+    bias: Tensor | None  # [experts, num_rows]
+    epilogue: Epilogue
 
 
 def _scales(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, bool]:

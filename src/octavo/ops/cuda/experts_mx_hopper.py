@@ -34,11 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.ops.cuda.expert_tables import MAX_SHIFT, ROWS, ExpertTables
+from octavo.ops.cuda.expert_tables import (
+    MAX_SHIFT,
+    ROWS,
+    TO_FLOAT8,
+    ExpertProjection,
+    ExpertTables,
+)
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
+from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store
-from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
@@ -61,31 +67,6 @@ _MAX_STAGES = 12
 _LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
-
-
-def _assembly() -> str:
-    """PTX: words $8 to $11 of one row, with the shifts of its four groups in the octets of $12, ->
-    four e4m3 in each of $0 to $7, of which 2 c and 2 c + 1 are those of word c."""
-    lines = [".reg .b32 low, high, shift, small, large, t;"]
-    for c in range(4):
-        word = f"${8 + c}"
-        lines += [
-            f"prmt.b32 shift, $12, 0, 0x444{c};",
-            # e4m3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
-            "mad.lo.u32 small, shift, 0x01010100, 0x14100800;",
-            "mad.lo.u32 large, shift, 0x01010101, 0x24201C18;",
-            f"and.b32 low, {word}, 0x77777777;",
-            "shr.u32 high, low, 16;",
-            "prmt.b32 t, small, large, low;",
-            f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
-            "prmt.b32 t, small, large, high;",
-            f"shl.b32 high, {word}, 4;",
-            f"lop3.b32 ${2 * c + 1}, high, 0x80808080, t, 0xEA;",
-        ]
-    return "{" + "\n".join(lines) + "}"
-
-
-_TO_FLOAT8 = tl.constexpr(_assembly())
 
 
 @gluon.jit
@@ -241,7 +222,7 @@ def _to_float8(words, shifts, LAYOUT: gl.constexpr):
     none = gl.zeros(words.shape, gl.int32, WORDS)
     # Of each word c and half h, e4m3 [ROWS, 16].
     parts = gl.inline_asm_elementwise(
-        _TO_FLOAT8,
+        TO_FLOAT8,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
         [words, none + shifts[:, None]],
         dtype=(gl.float8e4nv,) * 8,
@@ -499,17 +480,9 @@ def grouped_mx_kernel(
 class MxExperts:
     """Owns the experts' weights as ExpertTables."""
 
-    def __init__(
-        self,
-        up: ExpertTables,
-        down: ExpertTables,
-        biases: tuple[Tensor | None, Tensor | None],
-        epilogue: Epilogue,
-    ) -> None:
+    def __init__(self, up: ExpertProjection, down: ExpertProjection) -> None:
         self._up, self._down = up, down
-        self._biases = biases
-        self._epilogue = epilogue
-        num_experts, device = len(up.factors), up.words.device
+        num_experts, device = len(up.tables.factors), up.tables.words.device
         self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
 
     @classmethod
@@ -527,7 +500,10 @@ class MxExperts:
         if up_tables is None or down_tables is None:
             _warn_of_scales()
             return None
-        return cls(up_tables, down_tables, (weights.up_bias, weights.down_bias), epilogue)
+        return cls(
+            ExpertProjection(up_tables, weights.up_bias, epilogue),
+            ExpertProjection(down_tables, weights.down_bias, Epilogue.NONE),
+        )
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
@@ -536,20 +512,19 @@ class MxExperts:
         if num_tokens == 1:
             routed = routed._replace(lists=self._lists_of_one(routed.ids))
         rows = routed.lists.rows
-        up_bias, down_bias = self._biases
         inner: Tensor | Halves
-        if self._epilogue is Epilogue.CLAMPED_SWIGLU:  # its results are below 64
-            inner = Halves(_empty_halves(len(rows), self._down.size, x.device), None)
+        if self._up.epilogue is Epilogue.CLAMPED_SWIGLU:  # its results are below 64
+            inner = Halves(_empty_halves(len(rows), self._down.tables.size, x.device), None)
             target = inner.values
         else:
-            inner = target = x.new_empty((len(rows), self._down.size))
-        _launch(_split(x, rows, top_k, True), self._up, up_bias, target, routed, self._epilogue)
+            inner = target = x.new_empty((len(rows), self._down.tables.size))
+        _launch(_split(x, rows, top_k, True), self._up, target, routed)
         halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         pieces = PIECES_OF_ONE if num_tokens == 1 else 1
         shape = pieces * top_k, num_tokens, x.shape[1]
         out = torch.empty(shape, dtype=dtype, device=x.device)
-        _launch(halves, self._down, down_bias, out, routed, Epilogue.NONE)
+        _launch(halves, self._down, out, routed)
         return out
 
     def _lists_of_one(self, ids: Tensor) -> BlockLists:
@@ -568,10 +543,6 @@ def _warn_of_scales() -> None:
         " than a factor of 2^%d",
         MAX_SHIFT,
     )
-
-
-def _is_on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and _is_hopper(device)
 
 
 class Halves(NamedTuple):
@@ -607,15 +578,9 @@ def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> Halves:
     return Halves(halves, scales)
 
 
-def _launch(
-    x: Halves,
-    weight: ExpertTables,
-    bias: Tensor | None,
-    out: Tensor,
-    routed: Routed,
-    epilogue: Epilogue,
-) -> None:
-    """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
+def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed) -> None:
+    """One projection of all experts."""
+    weight, bias, epilogue = projection
     lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
     tokens = min(lists.block_rows, MAX_TOKENS)
@@ -636,11 +601,7 @@ def _launch(
         x.scales,
         bias,
         out,
-        lists.rows,
-        lists.experts,
-        lists.begins,
-        lists.ends,
-        lists.num_blocks,
+        *lists[:5],
         routed.weights,
         num_tokens,
         out.shape[-1],
