@@ -182,6 +182,24 @@ def test_one_token_times_4_bits_with_any_programs(
     assert relative(out.sum(dim=0) if programs.splits > 1 else out, wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["float8-row", "int4-asymmetric"])
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 1e-4, 1e5, 1e30, torch.nan])
+def test_one_token_of_any_magnitude(hopper: torch.device, name: str, largest: float) -> None:
+    """In bfloat16, and some inputs are 10**8 times as large as others."""
+    form = made(name, 48, 1024, hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    sizes = torch.logspace(-8, 0, 1024, device=hopper)
+    x = inputs(1, 1024, torch.bfloat16, hopper).clamp(-1, 1) * (sizes * largest).bfloat16()
+    actual = kernel.apply(x, None, Epilogue.NONE)
+    wanted = (x.double() @ form.dequantize().t().double()).to(x.dtype)
+    if largest < torch.inf:
+        torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=2**-7 * largest)
+        assert relative(actual, wanted) < TOLERANCE or not largest
+    else:
+        assert not actual.isfinite().any()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("size", "num_tokens"), [(352, 1), (352, 20)])
 def test_integers_of_gguf_files(

@@ -25,10 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import (
-    SCALE_RESULT,
-    SCALE_WEIGHTS,
-)
+from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC, SCALE_RESULT, SCALE_WEIGHTS
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
 HALF = BLOCK // 2  # inputs that are converted at once
@@ -40,8 +37,6 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
-# A name that changed between Triton 3.6 and 3.9.
-_IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 def unpacking(bits: int, word: int, is_float16: bool) -> str:
