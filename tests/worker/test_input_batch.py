@@ -235,13 +235,13 @@ def check_sampling(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     places = [-1] * len(rows) if sampling.mask_places is None else sampling.mask_places.tolist()
     assert [i for i, place in enumerate(places) if place >= 0] == early
     masked = batch.masked_rows(ending)
-    assert [each.logits_row for each in masked] == early
+    assert masked.logits_rows.tolist() == early
     room = np.empty((len(masked), num_words(VOCAB_SIZE)), np.int32)
     masks = batch.start_masks(masked, room).result()
     assert not masks.errors
-    for each, words in zip(masked, masks.words, strict=True):
-        row = rows[each.logits_row]
-        assert (each.num_tokens, each.num_prompt_tokens) == (len(row.tokens), row.num_prompt)
+    assert masked.num_tokens.tolist() == [len(rows[i].tokens) for i in early]
+    assert masked.num_prompt_tokens.tolist() == [rows[i].num_prompt for i in early]
+    for row, words in zip((rows[i] for i in early), masks.words, strict=True):
         left = [i for i in range(VOCAB_SIZE) if i not in row.spec.end_token_ids]
         assert words.tolist() == words_of(left, VOCAB_SIZE).tolist()
     assert [entry.index for entry in sampling.edited] == sorted(edited)

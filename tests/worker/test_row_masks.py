@@ -11,7 +11,7 @@ import pytest
 
 from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
-from octavo.worker.row_masks import MaskedRow, Masks, PendingMasks, RowMasks
+from octavo.worker.row_masks import MaskedRows, Masks, PendingMasks, RowMasks
 from worker.fake_constraints import RisingLibrary, no_grammars, rising_masks
 
 SIZE = 70
@@ -20,14 +20,18 @@ RISING = SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0, 40))
 
 def fill(masks: RowMasks, texts: dict[int, tuple[Sequence[int], Sequence[int]]]) -> Masks:
     """Masks of rows, by their prompts and outputs."""
-    rows = [
-        MaskedRow(index, row, len(prompt) + len(output), len(prompt))
-        for index, (row, (prompt, output)) in enumerate(texts.items())
-    ]
-    token_ids = np.zeros((1 + max(texts), max(row.num_tokens for row in rows)), np.int32)
+    lens = [(len(prompt) + len(output), len(prompt)) for prompt, output in texts.values()]
+    rows = MaskedRows(np.arange(len(texts)), np.array(list(texts)), *np.array(lens).T)
+    token_ids = np.zeros((1 + max(texts), rows.num_tokens.max()), np.int32)
     for row, (prompt, output) in texts.items():
         token_ids[row, : len(prompt) + len(output)] = [*prompt, *output]
     return masks.start(rows, token_ids, np.empty((len(rows), num_words(SIZE)), np.int32)).result()
+
+
+def rows_with(num_tokens: int, rows: Sequence[int]) -> MaskedRows:
+    """Rows with prompts of 2 tokens."""
+    columns = range(len(rows)), rows, [num_tokens] * len(rows), [2] * len(rows)
+    return MaskedRows(*map(np.array, columns))
 
 
 def tokens_of(words: np.ndarray) -> list[int]:
@@ -201,7 +205,7 @@ def test_masks_that_are_started_ahead_are_those_of_the_rows_as_they_are_in_the_e
     token_ids = np.zeros((8, 9), np.int32)
     token_ids[1:6, :4], token_ids[4, 4] = [*prompt, 10, 20], 30
     for rows in ([1, 5, 6], [2], [3], [4]):  # row 6 has no grammar
-        masks.start_ahead([MaskedRow(0, row, 4, 2) for row in rows], token_ids)
+        masks.start_ahead(rows_with(4, rows), token_ids)
     masks.rewind(2, 1)
     masks.close(3)
     masks.open(3, RISING)
@@ -213,7 +217,7 @@ def test_masks_that_are_started_ahead_are_those_of_the_rows_as_they_are_in_the_e
     assert [tokens_of(words)[1] for words in filled.words] == [22, 17, 62, 31, 22]
     # What cannot be is known ahead, too; a row is not hurt by its neighbour.
     token_ids[1, 4:6], token_ids[2, 4:6] = [5, 0], [30, 0]
-    masks.start_ahead([MaskedRow(0, row, 5, 2) for row in (1, 2)], token_ids)
+    masks.start_ahead(rows_with(5, [1, 2]), token_ids)
     filled = fill(masks, {2: (prompt, [10, 15, 30]), 1: (prompt, [10, 20, 5])})
     assert list(filled.errors) == [1]
     assert "5 is not more than 20" in str(filled.errors[1])
@@ -239,7 +243,7 @@ def test_a_row_whose_mask_is_late_sits_out_until_it_is_there() -> None:
     token_ids[:, :3] = [1, 2, 10]
 
     def start(num_tokens: int, *rows: int) -> PendingMasks:
-        masked = [MaskedRow(i, row, num_tokens, 2) for i, row in enumerate(rows)]
+        masked = rows_with(num_tokens, rows)
         return masks.start(masked, token_ids, np.empty((len(rows), num_words(SIZE)), np.int32))
 
     pending = start(3, 1, 2, 3)

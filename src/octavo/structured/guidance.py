@@ -139,7 +139,7 @@ class GuidanceFilling:
 
     computed: Future[None]
     constraints: Sequence[GuidanceConstraint]
-    order: Sequence[int]  # in which the library takes the constraints
+    order: NDArray[np.int64]  # in which the library takes the constraints
     places: NDArray[np.int64]
     masks: Words  # the library's
     words: Words  # the caller's, perhaps the same
@@ -190,7 +190,7 @@ class GuidanceFilling:
         takes neighbours, one after the other."""
         is_there = self.masks[self.places[self.order], 0] != UNWRITTEN
         began = np.concatenate([[True], is_there[:-1]])
-        return {self.order[k] for k in np.flatnonzero(began & ~is_there).tolist()}
+        return set(self.order[began & ~is_there].tolist())
 
 
 @dataclass(slots=True)
@@ -287,10 +287,10 @@ class Guidance:
         # The tokenizer may have more tokens than the model: then masks are cut.
         fits = words.shape[1] == self._num_words
         masks = words if fits else np.empty((len(words), self._num_words), np.int32)
-        where = np.array(places)
+        where = np.array(places, np.int64)
         # Each of the library's threads takes neighbours, which should not be in the way of others.
         numbers = [constraint.pace.number for constraint in constraints]
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        order = np.argsort(numbers, kind="stable")
         company = constraints[0].company
         masks[where, 0] = UNWRITTEN
         if company == "none":
@@ -305,7 +305,9 @@ class Guidance:
                     matcher.consume_tokens(list(new_ids))
             for constraint in constraints if company == "new" else ():
                 constraint.pace.trial.num_masks += 1
-            pairs = [(matchers[i], places[i]) for i in order]
+            pairs = list(
+                zip(map(matchers.__getitem__, order.tolist()), where[order].tolist(), strict=True)
+            )
             future = self._compute(pairs, masks, is_new=company == "new")
         return GuidanceFilling(
             *(future, constraints, order, where, masks, words),

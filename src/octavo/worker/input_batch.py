@@ -22,7 +22,7 @@ from octavo.worker.mask_rules import (
     has_mask_at,
     mask_follows_text,
 )
-from octavo.worker.row_masks import MaskedRow, PendingMasks, RowMasks
+from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
@@ -273,20 +273,19 @@ class InputBatch:
         rows = rows[(self._rows["flags"][rows] & _TEXT) > 0]
         return bool((self._token_ids[rows, self._rows["num_tokens"][rows] - 1] == PENDING).any())
 
-    def masked_rows(self, seq_ids: Sequence[int]) -> list[MaskedRow]:
+    def masked_rows(self, seq_ids: Sequence[int]) -> MaskedRows:
         """Those of the sequences that need masks, in the order of SamplingBatch.mask_places."""
         rows = self.rows_of(seq_ids)
         state = self._rows.take(rows)
         indices = self._masked_indices(rows, state)
         of_rows = rows, state["num_tokens"], state["num_prompt"]
-        columns = [indices.tolist(), *(values[indices].tolist() for values in of_rows)]
-        return list(map(MaskedRow._make, zip(*columns, strict=True)))
+        return MaskedRows(indices, *(values[indices] for values in of_rows))
 
-    def has_compiled(self, masked: Sequence[MaskedRow]) -> bool:
+    def has_compiled(self, masked: MaskedRows) -> bool:
         """Whether `start_masks` has no grammars to wait for."""
         return self._masks.has_compiled(masked)
 
-    def start_masks(self, masked: Sequence[MaskedRow], words: Words) -> PendingMasks:
+    def start_masks(self, masked: MaskedRows, words: Words) -> PendingMasks:
         """See RowMasks.start. The tokens before these are known."""
         return self._masks.start(masked, self._token_ids, words)
 

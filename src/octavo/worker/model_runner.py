@@ -11,11 +11,10 @@ were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -25,8 +24,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import CrossAttention, FullAttention, group_layers
-from octavo.core.step import StepPlan, StepResult
-from octavo.errors import RequestFailed
+from octavo.core.step import StepPlan
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import (
@@ -43,20 +41,19 @@ from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import ConstraintLibrary, Words, num_words
 from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
-from octavo.worker.device.base import Device, Moment
+from octavo.worker.device.base import Device
 from octavo.worker.graphs import Graphs
-from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
+from octavo.worker.input_batch import InputBatch, Int32s, Int64s, ModelInput
 from octavo.worker.kv_cache import KVCache
-from octavo.worker.prompt_reading import NOTHING, not_finite, read_prompts
-from octavo.worker.row_masks import MaskedRow, PendingMasks, RowMasks
+from octavo.worker.prompt_reading import read_prompts
+from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
 from octavo.worker.sampler import (
     Choice,
     DrawMode,
     Sampler,
     StagedSampling,
-    logits_not_finite,
-    rows_not_finite,
 )
+from octavo.worker.submitted_step import SubmittedStep
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
 
@@ -81,9 +78,17 @@ class StagedStep(NamedTuple):
     logits_indices: Tensor | None
     hidden_indices: Tensor | None
     sampling: StagedSampling | None  # None: no row reaches its end
-    masked: list[MaskedRow]  # rows whose tokens need masks
+    masked: MaskedRows | None  # rows whose tokens need masks, if there are some
     sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
     results: Tensor | None  # the host's: where a graph that draws writes; see stage_results
+
+
+class DrawInputs(NamedTuple):
+    """What the tokens of a step are drawn from."""
+
+    staged: StagedStep | None  # None: nothing is computed
+    hidden: Tensor | None  # as `_forward` returns them
+    masks: PendingMasks | None  # if they were started
 
 
 class ModelRunner:
@@ -174,7 +179,7 @@ class ModelRunner:
         drawer = device.drawer(self._draw_staging, vocab_size)
         self._sampler = Sampler(drawer, self._draw_staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
-        self._under_way: StepInFlight | None = None
+        self._under_way: SubmittedStep | None = None
         self._graphs = graphs
         if graphs is not None:
             # What captured steps leave: hidden states of the last tokens.
@@ -184,7 +189,7 @@ class ModelRunner:
         if model.num_hit_experts is not None:
             model.num_hit_experts.zero_()
 
-    def submit(self, plan: StepPlan) -> StepInFlight:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """Start a step; see Executor.submit."""
         device, batch, staging = self._device, self._batch, self._staging
         previous = self._under_way
@@ -208,11 +213,11 @@ class ModelRunner:
             swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:
                 self._encode(plan.encoded)
-            step = StepInFlight(plan, batch, started, swapped)
+            step = SubmittedStep(plan, batch, started, swapped)
             awaits_tokens = batch.awaits_tokens(plan)
-            masked = [] if staged is None else staged.masked
+            masked = None if staged is None else staged.masked
             hidden = masks = None
-            if masked and not awaits_tokens and batch.has_compiled(masked):
+            if masked is not None and not awaits_tokens and batch.has_compiled(masked):
                 masks = self._start_masks(masked)  # while the host or the device computes
             if staged is not None:
                 if staged.captured is None:
@@ -230,7 +235,7 @@ class ModelRunner:
                     )
             staging.release()
             step.drawn = batch.advance(plan)
-            draw = partial(self._start_draw, step, staged, hidden, masks)
+            draw = partial(self._start_draw, step, DrawInputs(staged, hidden, masks))
             if awaits_tokens:
                 assert previous is not None, "it draws these tokens"
                 previous.follow(draw)
@@ -240,7 +245,7 @@ class ModelRunner:
                 self._under_way = step
             else:
                 step.result()
-                if masked:  # while the host, which has one thread, decides on the next step
+                if masked is not None:  # while the host decides on the next step
                     batch.start_masks_ahead(plan.sampled)
         return step
 
@@ -269,7 +274,7 @@ class ModelRunner:
         input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
         self._backend.plan(attention)
         logits_indices = hidden_indices = sampling = sampled_rows = results = None
-        masked: list[MaskedRow] = []
+        masked = None
         if not (plan.only_decodes and ending == plan.seq_ids):
             indices = batch.logits_indices(plan, ending)
             if decodes or wants_all:
@@ -362,41 +367,29 @@ class ModelRunner:
             staged.input_ids, staged.positions, self._backend, staged.logits_indices
         )
 
-    def _start_masks(self, masked: Sequence[MaskedRow]) -> PendingMasks:
+    def _start_masks(self, masked: MaskedRows) -> PendingMasks:
         """Start to fill the step's masks; the tokens before those to be drawn are known."""
         sampler = self._sampler
         size = len(masked), num_words(sampler.vocabulary.size)
         return self._batch.start_masks(masked, sampler.drawer.room_for_masks(*size))
 
-    def _start_draw(
-        self,
-        step: StepInFlight,
-        staged: StagedStep | None,
-        hidden: Tensor | None,
-        masks: PendingMasks | None,
-    ) -> None:
+    def _start_draw(self, step: SubmittedStep, inputs: DrawInputs) -> None:
         """Draw the step's tokens; those before them are known, if they matter.
 
         While a library computes masks, the host has other things to do: the tokens are then drawn
         by `step.finish_draw`, in the thread that submits steps.
-
-        masks: of the step, if they were started before.
         """
-        if masks is None and staged is not None and staged.masked:
-            masks = self._start_masks(staged.masked)
-        step.draw = partial(self._draw, step, staged, hidden, masks)
-        if masks is None or not masks.computes:
+        staged = inputs.staged
+        if inputs.masks is None and staged is not None and staged.masked is not None:
+            inputs = inputs._replace(masks=self._start_masks(staged.masked))
+        step.draw = partial(self._draw, step, inputs)
+        if inputs.masks is None or not inputs.masks.computes:
             step.finish_draw()
 
-    def _draw(
-        self,
-        step: StepInFlight,
-        staged: StagedStep | None,
-        hidden: Tensor | None,
-        masks: PendingMasks | None,
-    ) -> None:
+    def _draw(self, step: SubmittedStep, inputs: DrawInputs) -> None:
         """Start to draw the step's tokens by their masks, if they have some."""
         device, batch, plan = self._device, self._batch, step.plan
+        staged, hidden, masks = inputs
         with torch.inference_mode(), device.computing:
             choice = Choice.nothing(device.torch_device)
             if staged is not None and staged.sampling is not None:
@@ -406,7 +399,7 @@ class ModelRunner:
                     ids, late = plan.ending, self._late_masks(plan, masks)
                     words, errors = masks.result(late)
                     step.errors = {ids[index]: error for index, error in errors.items()}
-                    step.undrawn = frozenset(ids[masks.rows[i].logits_row] for i in late)
+                    step.undrawn = frozenset(ids[masks.rows.logits_rows[i]] for i in late)
                 if sampling.batch.edited:
                     edited = batch.with_texts(plan.ending, sampling.batch.edited)
                     sampling = sampling._replace(batch=replace(sampling.batch, edited=edited))
@@ -422,7 +415,7 @@ class ModelRunner:
         communicator = self._sampler.vocabulary.communicator
         if communicator.shard.rank == 0:
             late = masks.late()
-            if late and len({ids[masks.rows[i].logits_row] for i in late}) == len(plan.seq_ids):
+            if late and len({ids[masks.rows.logits_rows[i]] for i in late}) == len(plan.seq_ids):
                 masks.wait_for_one()
                 late = masks.late()
         if communicator.shard.size > 1 and masks.follow_grammars:
@@ -524,7 +517,7 @@ class ModelRunner:
             logits_indices=indices[: self._num_indices(captured.mixed)] if captured.mixed else None,
             hidden_indices=None,
             sampling=sampling,
-            masked=[],
+            masked=None,
             sampled_rows=None if captured.mixed else sampled_rows[: captured.size],
             results=results,
         )
@@ -546,88 +539,6 @@ class ModelRunner:
         token_ids = self._sampler.draw_captured(logits, mode)
         assert self._pending is not None, "graphs are for devices that keep tokens"
         self._pending.deliver(token_ids, rows, self._model.num_hit_experts)
-
-
-class StepInFlight:
-    """A step that was started; its result can be asked for once or more."""
-
-    def __init__(self, plan: StepPlan, batch: InputBatch, started: Moment, swapped: Moment) -> None:
-        """`started`, `swapped`: before blocks are swapped, and after that."""
-        self.plan = plan
-        self.read = NOTHING  # of prompts
-        self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
-        self.undrawn: frozenset[int] = frozenset()  # those for which nothing could be drawn yet
-        self.drawn: Drawn | None = None
-        self.num_hit_experts: Tensor | None = None  # so far, in all steps
-        self.draw: Callable[[], None] | None = None  # what is left of it
-        # Once its tokens are drawn:
-        self.choice: Choice | None = None
-        self.ended: Moment | None = None
-        self.followed_by: Callable[[], None] | None = None
-        self._batch = batch
-        self._moments = started, swapped
-        self._result: StepResult | None = None
-
-    def follow(self, draw: Callable[[], None]) -> None:
-        """Call `draw` as soon as this step's tokens are known: those of the next depend on them."""
-        self.followed_by = draw
-
-    def end_ahead(self) -> Moment | None:
-        """The step's end, if the device still has to get there: the next step begins then, so that
-        it needs no moment of its own, which would take the device some microseconds."""
-        return None if self.ended is None or self.ended.is_reached() else self.ended
-
-    def finish_draw(self) -> None:
-        """Start to draw the tokens, if only masks were missing."""
-        draw, self.draw = self.draw, None
-        if draw is not None:
-            draw()
-
-    def result(self) -> StepResult:
-        """Wait for the device; the rows learn what was drawn."""
-        if self._result is None:
-            self._result = self._collect()
-        return self._result
-
-    def _collect(self) -> StepResult:
-        self.finish_draw()
-        plan, choice, drawn, ended = self.plan, self.choice, self.drawn, self.ended
-        assert choice is not None, "results are asked for in the order of the steps"
-        assert ended is not None, "it is set with the choice"
-        assert drawn is not None, "it is set when the step is started"
-        started, swapped = self._moments
-        ended.wait()
-        first = choice.first_tokens()
-        self._batch.fill(drawn, first)
-        following_seconds = 0.0
-        if self.followed_by is not None:
-            began = perf_counter()
-            self.followed_by()
-            self.followed_by = None
-            following_seconds = perf_counter() - began
-        candidates = choice.candidates()
-        ids = plan.ending
-        failed = [ids[row] for row in rows_not_finite(first, candidates)]
-        if self.undrawn:  # of which nothing is known
-            failed = [seq_id for seq_id in failed if seq_id not in self.undrawn]
-        swaps = bool(plan.swap_out or plan.swap_in)
-        scores, pooled = self.read.scores, self.read.pooled()
-        return StepResult(
-            plan.step_id,
-            first.tolist(),
-            draws={ids[row]: tokens for row, tokens in choice.draws().items()},
-            candidates=candidates,
-            logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
-            prompt_logprobs=scores,
-            pooled=pooled,
-            errors=logits_not_finite([*not_finite(scores, pooled), *failed]) | self.errors,
-            undrawn=self.undrawn,
-            waiting=self._batch.waiting(),
-            num_hit_experts=0 if self.num_hit_experts is None else int(self.num_hit_experts),
-            compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
-            swap_seconds=swapped.seconds_since(started) if swaps else 0.0,
-            following_seconds=following_seconds,
-        )
 
 
 def _padded(values: NDArray[Integer], length: int) -> NDArray[Integer]:

@@ -39,21 +39,37 @@ from octavo.worker.mask_rules import apply_rules, has_first_masks, has_mask, not
 logger = logging.getLogger(__name__)
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 COMPILING_THREADS = 2
 FIRST_WORDS = 64  # of a mask
+NO_CONSTRAINT = -(1 << 40)  # less than any number of tokens
 
 
-class MaskedRow(NamedTuple):
-    """A row whose next token needs a mask."""
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Rows whose next tokens need masks: int64 [num_masked_rows] each."""
 
-    logits_row: int
-    row: int
-    num_tokens: int  # prompt and output so far
-    num_prompt_tokens: int
+    logits_rows: Int64s
+    rows: Int64s
+    num_tokens: Int64s  # prompt and output so far
+    num_prompt_tokens: Int64s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at(self, places: Int64s | Sequence[int]) -> MaskedRows:
+        """Some of them."""
+        index = np.asarray(places, np.int64)
+        return MaskedRows(
+            self.logits_rows[index],
+            self.rows[index],
+            self.num_tokens[index],
+            self.num_prompt_tokens[index],
+        )
 
     @property
-    def num_output_tokens(self) -> int:
+    def num_output_tokens(self) -> Int64s:
         return self.num_tokens - self.num_prompt_tokens
 
 
@@ -66,18 +82,14 @@ class Masks(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
-    """What a row's masks are made of."""
+    """What a row's masks are made of, besides what RowMasks has of all rows in arrays."""
 
     spec: SamplingSpec
     allowed: Words | None
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
-    has_rules: bool  # the mask of the grammar, if there is one, is not the row's
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
-    num_accepted: int = 0  # output tokens
-    # The mask of the constraint as it is, if it was started ahead or apart from others, and its
-    # place there.
-    ahead: tuple[_Filling, int] | None = None
-    is_void: bool = False  # its last token was not drawn: the mask was late
+    # The mask of the constraint as it is, if it was started apart from others, and its place there.
+    apart: tuple[_Filling, int] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -87,32 +99,20 @@ class _State:
             return False
         if self.constraint is None:
             return not self.compiled.done()
-        return self.ahead is not None and self.ahead[0].is_apart and not self.ahead[0].is_done
+        return self.apart is not None and self.apart[0].is_apart and not self.apart[0].is_done
 
     @property
     def awaited(self) -> Future[Any]:
         """What is done when it may not be late any more."""
-        if self.constraint is None or self.ahead is None:
+        if self.constraint is None or self.apart is None:
             assert self.compiled is not None, "it has a grammar"
             return self.compiled
-        return self.ahead[0].computed
-
-    def settle(self) -> None:
-        """Do without the mask that was started ahead, because the constraint changes: wait for it,
-        or where that may take long, have the constraint made again."""
-        if self.ahead is None:
-            return
-        if self.is_late:
-            self.give_up()
-            self.constraint, self.num_accepted = None, 0
-        else:
-            self.ahead[0].finish()
-        self.ahead = None
+        return self.apart[0].computed
 
     def give_up(self) -> None:
         """Nobody needs the mask any more if it is late."""
-        if self.ahead is not None and self.is_late and len(self.ahead[0].states) == 1:
-            self.ahead[0].computed.cancel()
+        if self.apart is not None and self.is_late and len(self.apart[0].states) == 1:
+            self.apart[0].computed.cancel()
 
 
 class _Filling:
@@ -204,42 +204,29 @@ class PendingMasks:
     """Masks of which a library may still compute those of grammars. Until `result` is called, their
     rows must not change."""
 
-    def __init__(
-        self,
-        owner: RowMasks,
-        rows: Sequence[MaskedRow],
-        states: Sequence[_State],
-        token_ids: Int32s,
-        words: Words,
-    ) -> None:
+    def __init__(self, owner: RowMasks, rows: MaskedRows, token_ids: Int32s, words: Words) -> None:
         """See RowMasks.start, which makes them."""
         self.rows = rows
         self._owner = owner
-        self._states = states
+        self._states = owner.states(rows)
         self._token_ids = token_ids
         self._filling = _Filling(words)
-        # Places of masks that were started ahead, and where they are.
-        self._ahead: dict[_Filling, list[tuple[int, int]]] = {}
+        # Masks that were started ahead: which they are here, and where they are there.
+        self._ahead, there = owner.ahead(rows)
+        self._from_ahead = np.flatnonzero(there >= 0)
+        self._there = there[self._from_ahead]
         # Places of those that may be late: void ones, and what is compiled or computed apart.
-        self._apart: list[int] = []
-        fresh = []
-        for place, (row, state) in enumerate(zip(rows, states, strict=True)):
-            if state.is_void:
-                self._apart.append(place)
-            elif state.ahead is not None and state.num_accepted == row.num_output_tokens:
-                filling, there = state.ahead
-                if filling.is_apart:
-                    self._apart.append(place)
-                else:
-                    self._ahead.setdefault(filling, []).append((place, there))
-            else:
-                fresh.append(place)
+        is_apart = owner.may_be_apart(rows)
+        for place in np.flatnonzero(is_apart).tolist():
+            is_apart[place] = self._is_void(place) or self._states[place].apart is not None
+        self._apart: list[int] = np.flatnonzero(is_apart).tolist()
+        fresh = np.flatnonzero((there < 0) & ~is_apart)
         self._apart += owner.fill(self._filling, fresh, rows, token_ids)
 
     @property
     def computes(self) -> bool:
         """Whether a library may still compute some of them."""
-        return self._filling.computes or bool(self._ahead or self._apart)
+        return self._filling.computes or bool(len(self._from_ahead) or self._apart)
 
     @property
     def follow_grammars(self) -> bool:
@@ -249,17 +236,22 @@ class PendingMasks:
     def late(self) -> list[int]:
         """Indices of the rows whose masks nobody should wait for."""
         self._begin_compiled()
-        states = self._states
-        late = [place for place in self._apart if states[place].is_void or states[place].is_late]
-        aheads = [states[place].ahead for place in late if not states[place].is_void]
-        for filling in {ahead[0] for ahead in aheads if ahead is not None}:
+        states, late, aparts = self._states, list[int](), set[_Filling]()
+        for place in self._apart:
+            if self._is_void(place):
+                late.append(place)
+            elif states[place].is_late:
+                late.append(place)
+                apart = states[place].apart
+                if apart is not None:
+                    aparts.add(apart[0])
+        for filling in aparts:
             filling.note_late()
         return late
 
     def wait_for_one(self) -> None:
         """Return when one of the masks is there that may be late. Those of void rows never are."""
-        states = [self._states[place] for place in self._apart]
-        states = [state for state in states if not state.is_void]
+        states = [self._states[place] for place in self._apart if not self._is_void(place)]
         while states and all(state.is_late for state in states):
             wait([state.awaited for state in states], return_when=FIRST_COMPLETED)
             self._begin_compiled()
@@ -273,14 +265,16 @@ class PendingMasks:
         """
         late = set(late)
         words, reasons = self._filling.words, self._filling.finish()
-        for earlier, pairs in self._ahead.items():
-            known = earlier.finish()
-            places, there = zip(*pairs, strict=True)
-            words[list(places)] = earlier.words[list(there)]
-            reasons |= {place: known[there] for place, there in pairs if there in known}
+        if len(self._from_ahead):
+            assert self._ahead is not None, "masks were started there"
+            known = self._ahead.finish()
+            words[self._from_ahead] = self._ahead.words[self._there]
+            if known:
+                pairs = zip(self._from_ahead.tolist(), self._there.tolist(), strict=True)
+                reasons |= {place: known[there] for place, there in pairs if there in known}
         for place in self._apart:
             if place in late:
-                self._owner.put_off(self.rows[place].row)
+                self._owner.put_off(int(self.rows.rows[place]))
             else:
                 reasons |= self._take_apart(place)
         if late:
@@ -295,8 +289,8 @@ class PendingMasks:
         self._begin_compiled()
         while state.is_late:
             wait([state.awaited])
-        assert state.ahead is not None, "it was begun"
-        filling, there = state.ahead
+        assert state.apart is not None, "it was begun"
+        filling, there = state.apart
         known = filling.finish()
         self._filling.words[place] = filling.words[there]
         return {place: known[there]} if there in known else {}
@@ -305,8 +299,11 @@ class PendingMasks:
         """Start to fill masks of grammars that have been compiled meanwhile."""
         for place in self._apart:
             state = self._states[place]
-            if state.constraint is None and state.ahead is None and not state.is_void:
-                self._owner.fill_by_itself(self.rows[place], self._token_ids)
+            if state.constraint is None and state.apart is None and not self._is_void(place):
+                self._owner.fill_by_itself(self.rows.at([place]), self._token_ids)
+
+    def _is_void(self, place: int) -> bool:
+        return self._owner.is_void(int(self.rows.rows[place]))
 
 
 class RowMasks:
@@ -324,6 +321,13 @@ class RowMasks:
         self._compiling: ThreadPoolExecutor | None = None
         self._states: list[_State | None] = [None] * num_rows
         self._late: dict[int, _State] = {}  # rows that wait for their masks
+        # What every step asks of all its rows.
+        self._num_accepted = np.full(num_rows, NO_CONSTRAINT)  # output tokens
+        self._is_void = np.zeros(num_rows, np.bool_)  # its last token was not drawn: it was late
+        self._has_rules = np.zeros(num_rows, np.bool_)  # its mask is not its grammar's alone
+        # Masks that were started ahead; each is that of a row's constraint as it is, or -1.
+        self._ahead: _Filling | None = None
+        self._ahead_places = np.full(num_rows, -1)
 
     def prepare(self) -> None:
         """Let the library read the vocabulary now, in a thread; whether it can is said later."""
@@ -335,7 +339,7 @@ class RowMasks:
     def open(self, row: int, spec: SamplingSpec) -> None:
         """A row begins; its grammar is compiled meanwhile."""
         if not (has_mask(spec) or has_first_masks(spec)):
-            self._states[row] = None
+            self._reset(row, None, False)
             return
         allowed = None
         if spec.allowed_token_ids:
@@ -347,7 +351,13 @@ class RowMasks:
         words = spec.bad_words or spec.bad_sequences or spec.no_repeat_ngram_size
         other = words or spec.thinking or spec.forced_tokens or spec.min_tokens
         has_rules = bool(other or compiled is None or allowed is not None)
-        self._states[row] = _State(spec, allowed, compiled, has_rules)
+        self._reset(row, _State(spec, allowed, compiled), has_rules)
+
+    def _reset(self, row: int, state: _State | None, has_rules: bool) -> None:
+        self._states[row] = state
+        self._num_accepted[row] = NO_CONSTRAINT
+        self._ahead_places[row] = -1
+        self._is_void[row], self._has_rules[row] = False, has_rules
 
     def close(self, row: int) -> None:
         """A row is over."""
@@ -360,25 +370,48 @@ class RowMasks:
         """`child` becomes a copy of `parent`."""
         state = self._states[parent]
         if state is None:
-            self._states[child] = None
+            self._reset(child, None, False)
             return
-        copy = _State(state.spec, state.allowed, state.compiled, state.has_rules)
-        self._states[child] = copy
+        copy = _State(state.spec, state.allowed, state.compiled)
+        self._reset(child, copy, bool(self._has_rules[parent]))
         if state.constraint is not None and not state.is_late:  # else the copy makes its own
-            state.settle()
-            copy.constraint, copy.num_accepted = state.constraint.fork(), state.num_accepted
+            self._settle(parent, state)
+            copy.constraint = state.constraint.fork()
+            self._num_accepted[child] = self._num_accepted[parent]
 
     def rewind(self, row: int, num_output: int) -> None:
         """Only so many output tokens are still there; others may come after them."""
         state = self._states[row]
         if state is None:
             return
-        state.is_void = False
-        if state.constraint is not None and state.num_accepted > num_output:
-            state.settle()
-        if state.constraint is not None and state.num_accepted > num_output:
-            state.constraint.rollback(state.num_accepted - num_output)
-            state.num_accepted = num_output
+        self._is_void[row] = False
+        if self._num_accepted[row] > num_output:
+            self._settle(row, state)
+        if self._num_accepted[row] > num_output:
+            assert state.constraint is not None, "it has accepted tokens"
+            state.constraint.rollback(int(self._num_accepted[row]) - num_output)
+            self._num_accepted[row] = num_output
+
+    def _settle(self, row: int, state: _State) -> None:
+        """Do without the mask that was started, because the constraint changes: wait for it, or
+        where that may take long, have the constraint made again."""
+        if self._ahead_places[row] >= 0:
+            self._settle_ahead(np.array([row]))
+        if state.apart is None:
+            return
+        if state.is_late:
+            state.give_up()
+            state.constraint, self._num_accepted[row] = None, NO_CONSTRAINT
+        else:
+            state.apart[0].finish()
+        state.apart = None
+
+    def _settle_ahead(self, rows: Int64s) -> None:
+        """Wait for masks that were started ahead, and do without those of some rows."""
+        if (self._ahead_places[rows] >= 0).any():
+            assert self._ahead is not None, "masks were started there"
+            self._ahead.finish()
+            self._ahead_places[rows] = -1
 
     def _loaded(self) -> tuple[ConstraintLibrary, ThreadPoolExecutor]:
         if self._library is None or self._compiling is None:
@@ -394,13 +427,15 @@ class RowMasks:
 
     # ---------------------------------------------------------------- masks
 
-    def has_compiled(self, rows: Sequence[MaskedRow]) -> bool:
+    def has_compiled(self, rows: MaskedRows) -> bool:
         """Whether `start` has no grammars to wait for."""
-        states = map(self._state, rows)
-        compiled = [s.compiled for s in states if s.compiled is not None and s.constraint is None]
-        return all(each.done() for each in compiled)
+        for row in rows.rows[self._num_accepted[rows.rows] == NO_CONSTRAINT].tolist():
+            state = self._state(row)
+            if state.compiled is not None and not state.compiled.done():
+                return False
+        return True
 
-    def start(self, rows: Sequence[MaskedRow], token_ids: Int32s, words: Words) -> PendingMasks:
+    def start(self, rows: MaskedRows, token_ids: Int32s, words: Words) -> PendingMasks:
         """Start to fill the masks of the next tokens of rows.
 
         Args:
@@ -408,21 +443,18 @@ class RowMasks:
             token_ids: [num_rows, ...]: those tokens, by row.
             words: [len(rows), num_words]: memory for the masks, contiguous.
         """
-        return PendingMasks(self, rows, [self._state(row) for row in rows], token_ids, words)
+        return PendingMasks(self, rows, token_ids, words)
 
-    def start_ahead(self, rows: Sequence[MaskedRow], token_ids: Int32s) -> None:
+    def start_ahead(self, rows: MaskedRows, token_ids: Int32s) -> None:
         """Start to fill masks of grammars before it is known which rows need one next: `start`
-        takes those that it can use. See there."""
-        states = map(self._state, rows)
-        begun = [
-            row
-            for row, state in zip(rows, states, strict=True)
-            if state.constraint is not None and not state.is_void
-        ]
+        takes those that it can use. See there. Those that were started before are forgotten."""
+        self._settle_ahead(np.arange(len(self._states)))
+        has_begun = (self._num_accepted[rows.rows] >= 0) & ~self._is_void[rows.rows]
+        begun = rows.at(np.flatnonzero(has_begun))
         filling = _Filling(np.empty((len(begun), self._num_words), np.int32))
-        self.fill(filling, range(len(begun)), begun, token_ids)
-        for place, state in zip(filling.places, filling.states, strict=True):
-            state.ahead = filling, place
+        self.fill(filling, np.arange(len(begun)), begun, token_ids)
+        self._ahead = filling
+        self._ahead_places[begun.rows[filling.places]] = filling.places
 
     def waiting(self) -> set[int]:
         """Rows whose masks were late when a token was to be drawn, and still are."""
@@ -432,79 +464,93 @@ class RowMasks:
 
     # What PendingMasks needs.
 
+    def states(self, rows: MaskedRows) -> list[_State]:
+        return list(map(self._state, rows.rows.tolist()))
+
+    def is_void(self, row: int) -> bool:
+        return bool(self._is_void[row])
+
+    def ahead(self, rows: MaskedRows) -> tuple[_Filling | None, Int64s]:
+        """The masks that were started ahead, and where those of the rows are, or -1."""
+        is_other = self._num_accepted[rows.rows] != rows.num_output_tokens
+        is_other |= self._is_void[rows.rows]
+        return self._ahead, np.where(is_other, -1, self._ahead_places[rows.rows])
+
+    def may_be_apart(self, rows: MaskedRows) -> NDArray[np.bool_]:
+        """Which rows are void, or may have a mask, or have it soon, that was started apart."""
+        is_same = self._num_accepted[rows.rows] == rows.num_output_tokens
+        may_be: NDArray[np.bool_] = is_same & (self._ahead_places[rows.rows] < 0)
+        return may_be | self._is_void[rows.rows]
+
     def fill(
-        self,
-        filling: _Filling,
-        places: Sequence[int],
-        rows: Sequence[MaskedRow],
-        token_ids: Int32s,
+        self, filling: _Filling, places: Int64s, rows: MaskedRows, token_ids: Int32s
     ) -> list[int]:
         """Start to fill the masks of those of the rows that are at `places`. Returns the places of
-        those that are compiled first, or computed apart, as their `ahead`."""
-        picked = [rows[place] for place in places]
-        ends = [row.row for row in picked], [row.num_tokens - 1 for row in picked]
-        lasts: list[int] = token_ids[ends].tolist()
+        those that are compiled first, or computed apart, as their `apart`."""
+        if not len(places):  # as where all were started ahead
+            return []
+        picked = rows.at(places)
+        lasts = token_ids[picked.rows, picked.num_tokens - 1].tolist()
+        num_output = picked.num_output_tokens
+        self._settle_ahead(picked.rows)
+        follows = self._num_accepted[picked.rows] + 1 == num_output
+        states = self.states(picked)
         new_ids: list[Sequence[int]] = []
+        begun: list[int] = []  # of those picked
         apart: list[int] = []
         trial: list[tuple[_State, Sequence[int]]] = []  # of new constraints
-        for place, row, last in zip(places, picked, lasts, strict=True):
-            state = self._state(row)
-            if state.ahead is not None:
-                state.settle()
-            num_output = row.num_output_tokens
-            new: Sequence[int] = ()
-            if state.constraint is not None and num_output == state.num_accepted + 1:
-                if last in state.spec.end_token_ids:  # it is computed once too often
-                    filling.words[place] = self.all_tokens
-                    continue
+        columns = places.tolist(), states, lasts, follows.tolist()
+        for i, (place, state, last, is_next) in enumerate(zip(*columns, strict=True)):
+            new: Sequence[int] | None
+            if is_next and state.apart is None and last not in state.spec.end_token_ids:
                 new = (last,)
-                state.num_accepted = num_output
-            elif state.constraint is None or num_output != state.num_accepted:
-                if state.compiled is None:
-                    filling.words[place] = self.all_tokens
-                    continue
-                if state.constraint is None and not state.compiled.done():
+            else:
+                row = int(picked.rows[i])
+                self._settle(row, state)
+                if state.constraint is None and state.is_late:
                     apart.append(place)
                     continue
                 try:
-                    new = self._new_tokens(state, row, token_ids[row.row])
+                    new = self._new_tokens(state, picked.at([i]), token_ids[row])
                 except Exception as error:  # its checks were passed elsewhere
                     if not isinstance(error, OctavoError):
                         logger.exception("a grammar cannot be compiled")
                     filling.fail(place, str(error) or type(error).__name__)
-                if state.constraint is None or _has_ended(state, new, num_output):
+                    new = None
+                if new is None:
                     filling.words[place] = self.all_tokens
                     continue
-                state.num_accepted = num_output
             assert state.constraint is not None, "it was compiled"
+            begun.append(i)
             company = state.constraint.company
-            if company != "quick":
-                if company == "none":
-                    self._fill_apart([state], [new])
-                else:
-                    trial.append((state, new))
-                apart.append(place)
+            if company == "quick":
+                filling.places.append(place)
+                filling.states.append(state)
+                new_ids.append(new)
                 continue
-            filling.places.append(place)
-            filling.states.append(state)
-            new_ids.append(new)
+            if company == "none":
+                self._fill_apart([state], [new])
+            else:
+                trial.append((state, new))
+            apart.append(place)
+        self._num_accepted[picked.rows[begun]] = num_output[begun]
         if trial:
             self._fill_apart(*zip(*trial, strict=True))
         if filling.places:
             filling.begin(self._used(), new_ids)
         return apart
 
-    def fill_by_itself(self, row: MaskedRow, token_ids: Int32s) -> None:
-        """Start to fill a row's mask ahead, if its grammar was compiled."""
+    def fill_by_itself(self, row: MaskedRows, token_ids: Int32s) -> None:
+        """Start to fill the mask of one row apart, if its grammar was compiled."""
         filling = _Filling(np.empty((1, self._num_words), np.int32))
-        if not self.fill(filling, [0], [row], token_ids):
-            self._state(row).ahead = filling, 0
+        if not self.fill(filling, np.zeros(1, np.int64), row, token_ids):
+            self._state(int(row.rows[0])).apart = filling, 0
 
     def put_off(self, row: int) -> None:
         """No token is drawn for a row, because its mask is late."""
         state = self._states[row]
         assert state is not None, f"row {row} has no mask"
-        state.is_void = True
+        self._is_void[row] = True
         self._late[row] = state
 
     def _fill_apart(self, states: Sequence[_State], new_ids: Sequence[Sequence[int]]) -> None:
@@ -513,31 +559,40 @@ class RowMasks:
         filling.places, filling.states = list(range(len(states))), list(states)
         filling.begin(self._used(), new_ids)
         for place, state in enumerate(states):
-            state.ahead = filling, place
+            state.apart = filling, place
 
     def _used(self) -> ConstraintLibrary:
         assert self._library is not None, "a grammar was compiled"
         return self._library
 
-    def _state(self, row: MaskedRow) -> _State:
-        state = self._states[row.row]
-        assert state is not None, f"row {row.row} has no mask"
+    def _state(self, row: int) -> _State:
+        state = self._states[row]
+        assert state is not None, f"row {row} has no mask"
         return state
 
-    def _new_tokens(self, state: _State, row: MaskedRow, text: Int32s) -> Sequence[int]:
-        """The tokens that a row's constraint, which is made here, has yet to accept."""
-        num_prompt = row.num_prompt_tokens
-        first = num_prompt + state.num_accepted
-        if state.constraint is None:
-            assert state.compiled is not None, "the row has a grammar"
-            state.constraint = state.compiled.result().fork()
-            first = num_prompt - state.spec.num_begun
-        new: list[int] = text[first : row.num_tokens].tolist()
+    def _new_tokens(self, state: _State, row: MaskedRows, text: Int32s) -> Sequence[int] | None:
+        """The tokens that a row's constraint, which is made here if there is none, has yet to
+        accept; None if the row has no grammar, or has ended, being computed once too often."""
+        if state.compiled is None:
+            return None
+        num_accepted = int(self._num_accepted[row.rows[0]])
+        first = num_prompt = int(row.num_prompt_tokens[0])
+        constraint = state.constraint
+        if constraint is None:
+            constraint = state.compiled.result().fork()
+            first -= state.spec.num_begun
+        else:
+            first += num_accepted
+        new: list[int] = text[first : int(row.num_tokens[0])].tolist()
+        output = new[max(0, num_prompt - first) :]  # what it began with does not end it
+        if any(token_id in output for token_id in state.spec.end_token_ids):
+            return None
+        state.constraint = constraint
         return new
 
     def finish(
         self,
-        rows: Sequence[MaskedRow],
+        rows: MaskedRows,
         states: Sequence[_State],
         token_ids: Int32s,
         words: Words,
@@ -546,27 +601,20 @@ class RowMasks:
     ) -> Masks:
         """The masks, once those of grammars are filled, but for those that are `late`; `reasons`:
         why some cannot be."""
-        for place in [place for place, state in enumerate(states) if state.has_rules]:
+        for place in np.flatnonzero(self._has_rules[rows.rows]).tolist():
             if place in late:
                 continue
-            row = rows[place]
-            text = token_ids[row.row, : row.num_tokens]
+            num_prompt = int(rows.num_prompt_tokens[place])
+            text = token_ids[rows.rows[place], : rows.num_tokens[place]]
             spec, allowed = states[place].spec, states[place].allowed
-            apply_rules(words[place], spec, allowed, text, row.num_prompt_tokens)
+            apply_rules(words[place], spec, allowed, text, num_prompt)
         # Nearly every mask has a token in its first words: the others are looked at as a whole.
         suspects = np.flatnonzero(~words[:, :FIRST_WORDS].any(axis=1))
         for place in suspects[~words[suspects].any(axis=1)].tolist():
-            num_output = rows[place].num_tokens - rows[place].num_prompt_tokens
+            num_output = int(rows.num_output_tokens[place])
             reasons.setdefault(place, nothing_left(states[place].spec, num_output))
         words[list(reasons)] = self.all_tokens
         errors: dict[int, RequestFailed] = {
-            rows[place].logits_row: NoTokenLeft(reason) for place, reason in reasons.items()
+            int(rows.logits_rows[place]): NoTokenLeft(reason) for place, reason in reasons.items()
         }
         return Masks(words, errors)
-
-
-def _has_ended(state: _State, new_ids: Sequence[int], num_output: int) -> bool:
-    """Whether an output of `num_output` tokens, of which some of `new_ids` are the last that its
-    constraint does not know, is computed once too often. What it began with does not end it."""
-    num_begun = len(new_ids) - (num_output - state.num_accepted)
-    return any(token_id in new_ids[num_begun:] for token_id in state.spec.end_token_ids)
