@@ -35,7 +35,7 @@ BACKENDS = [
     ),
 ]
 DTYPES = {"fp32": torch.float32, "16-bit": torch.bfloat16}
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SETS = [names for count in range(1, len(FEATURES) + 1) for names in combinations(FEATURES, count)]
 
 

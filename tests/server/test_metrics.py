@@ -52,8 +52,9 @@ def http(client: FakeClient, seen: Observation) -> TestClient:
     app.state.context = Context(
         cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
     )
-    add_error_handlers(app)
-    for router in seen.routers(cast(EngineClient, client)):
+    routers = seen.routers(cast(EngineClient, client))
+    add_error_handlers(app, routers)
+    for router in routers:
         app.include_router(router)
     return TestClient(app)
 

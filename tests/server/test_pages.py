@@ -42,10 +42,14 @@ def new_app(client: FakeClient, feeds: Feeds | None = None) -> TestClient:
     app.state.context = Context(
         cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
     )
-    add_error_handlers(app)
-    app.include_router(pages_router())
-    app.include_router(debug_router(cast(EngineClient, client), Lookups()))
-    app.include_router(feed_router(feeds or Feeds(cast(EngineClient, client), Metrics("demo"))))
+    routers = [
+        pages_router(),
+        debug_router(cast(EngineClient, client), Lookups()),
+        feed_router(feeds or Feeds(cast(EngineClient, client), Metrics("demo"))),
+    ]
+    add_error_handlers(app, routers)
+    for router in routers:
+        app.include_router(router)
     return TestClient(app)
 
 
