@@ -25,7 +25,7 @@ generate: $(RUNTIME)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
 test: $(DEV) browser  ## all tests but the slow ones
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --timeout 900  # one that hangs is named
 
 browser:  ## chromium for the tests of the pages, where it can be had
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
