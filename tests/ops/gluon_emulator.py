@@ -1,7 +1,7 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_gemv_packed.py and experts_hopper.py use.
+linear_gemv_packed.py, experts_hopper.py, experts_mx_hopper.py and experts_one_mx.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory; programs run one after the other.
@@ -45,6 +45,9 @@ class Block(Tensor):
     """A tensor in registers."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
 def block(values: Tensor) -> Block:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_mx_hopper, routing
+from octavo.ops.cuda import experts_mx_hopper, experts_one_mx, routing
 from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_tiles,
@@ -457,27 +457,37 @@ def test_products_on_hopper(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "block_rows", "epilogue"),
+    ("num_tokens", "block_rows", "epilogue", "size"),
     [
-        (1, 16, Epilogue.CLAMPED_SWIGLU),
-        (3, 16, Epilogue.SILU_MUL),
-        (26, 32, Epilogue.CLAMPED_SWIGLU),
-        (40, 64, Epilogue.CLAMPED_SWIGLU),
+        (1, 16, Epilogue.CLAMPED_SWIGLU, 320),
+        (1, 16, Epilogue.SILU_MUL, 1472),  # three blocks of a warp, of which two are loaded ahead
+        (3, 16, Epilogue.SILU_MUL, 320),
+        (26, 32, Epilogue.CLAMPED_SWIGLU, 320),
+        (40, 64, Epilogue.CLAMPED_SWIGLU, 320),
     ],
 )
 def test_mxfp4_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int, block_rows: int, epilogue: Epilogue
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    block_rows: int,
+    epilogue: Epilogue,
+    size: int,
 ) -> None:
-    """experts_mx_hopper.py's kernels, carried out by the emulator: sizes that no tile divides,
-    several tiles for a program, and blocks of several tiles of tokens."""
-    for name in ("grouped_mx_kernel", "split_kernel"):
-        monkeypatch.setattr(experts_mx_hopper, name, Emulated(getattr(experts_mx_hopper, name)))
+    """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
+    that no tile divides, several tiles for a program, blocks of several tiles of tokens, and tiles
+    of which more or less is computed."""
+    for module, name in (
+        (experts_mx_hopper, "grouped_mx_kernel"),
+        (experts_mx_hopper, "split_kernel"),
+        (experts_one_mx, "experts_one_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=5, top_k=3)
-    size, inner = 320, 160
+    inner = 160
     dense = expert_weights(config.num_experts, size, inner, CPU, has_bias=True)
     forms = [quantized("mx_float4-near", each) for each in dense[:2]]
     weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))

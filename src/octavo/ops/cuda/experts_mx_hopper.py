@@ -12,6 +12,8 @@ Programs are as many as fit on the SMs, and each computes one tile after the oth
 each of two matrices (expert_tables.py) times the tokens of a block. One warp fetches weights,
 another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into e4m3, the
 left operand in registers, by 10 operations for 8 weights and their scale, multiplies and stores.
+Most experts have fewer tokens than a tile holds: of its second half, only the quarters that have
+tokens are fetched and multiplied. One token has kernels of its own (experts_one_mx.py).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store
+from octavo.ops.cuda.experts_one_mx import mix_one_mx
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
@@ -57,8 +60,8 @@ logger = logging.getLogger(__name__)
 
 NUM_SMS = 132
 MAX_TOKENS = 64  # of a tile
-TOKENS_OF_ONE = 16  # of a tile, for one token
-PIECES_OF_ONE = 4  # of the down projection's inputs
+MORE = 2  # quarters into which the second half of a tile is cut
+LEAST_DIVIDED = 32  # tokens of a tile with such quarters
 # How many programs may share an SM, by tokens of a tile.
 PROGRAMS: dict[int, tuple[int, ...]] = {16: (3, 4), 32: (3,), 64: (2,)}
 _REGISTERS = 65536  # of an SM
@@ -73,11 +76,15 @@ _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
 def _in_two(values):
     """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
 
-    Numbers are rounded to e4m3's bits before they are converted: the ptxas of Triton 3.6 loses half
-    of those that are converted, and back again to be subtracted.
+    Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
+    subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
+    again to be subtracted.
     """
-    steps = gl.exp2(3 - gl.floor(gl.log2(gl.maximum(gl.maximum(values, -values), 0.015625))))
-    high = gl.floor(values * steps + 0.5) / steps
+    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
+    # 1.5 * 2^(e + 20) of a number with the exponent e, or of the least normal one, 2^-6.
+    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
+    large = bits.to(gl.float32, bitcast=True)
+    high = (values + large) - large
     return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
@@ -130,22 +137,25 @@ def _task(
     num_steps,
     TOKENS: gl.constexpr,
     PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
 ):
-    """Of a tile: its expert, where its tokens begin and end, which piece of the inputs it has, the
-    first of their steps, and how many there are: none for a part without tokens."""
+    """Of a tile of TOKENS tokens: its expert, where its tokens begin and end, and how many steps it
+    takes: none for a part without tokens."""
     place = tile // row_tiles
-    piece = place % PIECES
-    block = place // PIECES // PARTS
+    block = place // PARTS
     expert = gl.load(lists[0] + block, cache_modifier=".cg")
-    begin = gl.load(lists[1] + block, cache_modifier=".cg") + place // PIECES % PARTS * TOKENS
+    begin = gl.load(lists[1] + block, cache_modifier=".cg") + place % PARTS * TOKENS
     end = gl.load(lists[2] + block, cache_modifier=".cg")
-    per_piece = gl.cdiv(num_steps, PIECES)
-    first = piece * per_piece
-    count = gl.minimum(per_piece, num_steps - first)
+    count = num_steps
     if PARTS > 1:
         count = gl.where(begin < end, count, 0)
-    return expert, begin, end, piece, first, count
+    return expert, begin, end, count
+
+
+@gluon.jit
+def _num_more(begin, end, FIRST: gl.constexpr, MORE: gl.constexpr):
+    """How many quarters of a tile have tokens beyond its first half."""
+    QUARTER: gl.constexpr = max(1, FIRST // 2)
+    return gl.minimum(gl.maximum(gl.cdiv(end - begin - FIRST, QUARTER), 0), MORE)
 
 
 @gluon.jit
@@ -156,22 +166,19 @@ def _fetch(
     weights,
     row_tiles,
     num_steps,
+    TOKENS: gl.constexpr,
     PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
 ):
     """The partition that loads weights."""
-    tiles, shift_tiles, x_tiles, ready, free = buffers
+    tiles, shift_tiles, _x_tiles, _more_tiles, ready, free = buffers
     weight, shifts = weights
-    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     STAGES: gl.constexpr = tiles.shape[0]
     BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
     step = 0
     for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        expert, _begin, _end, _piece, first, count = _task(
-            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
-        )
+        expert, _begin, _end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
         first_chunk = (expert * row_tiles + tile % row_tiles) * num_steps
-        for k in range(first, first + count):
+        for k in range(count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
@@ -188,28 +195,39 @@ def _fetch_inputs(
     num_blocks,
     buffers,
     x,
+    x_more,
     row_tiles,
     num_steps,
+    TOKENS: gl.constexpr,
     PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
+    MORE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads inputs."""
-    _tiles, _shift_tiles, x_tiles, ready, free = buffers
+    _tiles, _shift_tiles, x_tiles, more_tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
-    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
+    FIRST: gl.constexpr = x_tiles.shape[1] // 2
+    QUARTER: gl.constexpr = more_tiles.shape[1] // 2
+    FIRST_BYTES: gl.constexpr = x.block_type.nbytes
+    QUARTER_BYTES: gl.constexpr = x_more.block_type.nbytes
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = 0
     for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        _expert, begin, _end, _piece, first, count = _task(
-            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
-        )
-        for k in range(first, first + count):
+        _expert, begin, end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+        more = _num_more(begin, end, FIRST, MORE)
+        for k in range(count):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(ready.index(stage), x.block_type.nbytes)
+            for taken in gl.static_range(MORE + 1):
+                if more == taken:
+                    mbarrier.expect(ready.index(stage), FIRST_BYTES + taken * QUARTER_BYTES)
             _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
+            if MORE > 0:
+                for i in range(more):
+                    row = 2 * (begin + FIRST + i * QUARTER)
+                    place = more_tiles.index(stage * MORE + i)
+                    _fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
             step += 1
 
 
@@ -298,6 +316,186 @@ def _store_in_two(acc, out, target, row):
 
 
 @gluon.jit
+def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
+    """The step after a tile's last one, and sums of both matrices: of the first half of its tokens,
+    and of the TAKEN quarters that are taken of the others."""
+    tiles, shift_tiles, x_tiles, more_tiles, ready, free = buffers
+    STAGES: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    COLUMNS: gl.constexpr = x_tiles.shape[1]
+    MORE_COLUMNS: gl.constexpr = more_tiles.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
+    )
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, MORE_COLUMNS, 32]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, QUARTER, k_width=4)
+    part = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    second_part = part
+    more = gl.zeros([ROWS, MORE_COLUMNS], gl.float32, QUARTER)
+    second_more = more
+    last = more
+    second_last = more
+    for _k in range(count):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
+        xs = x_tiles.index(stage).permute((1, 0))
+        values = _to_float8(words, own, LAYOUT)
+        second_values = _to_float8(second_words, second_own, LAYOUT)
+        part = warpgroup_mma(values, xs, part, is_async=True)
+        second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
+        if TAKEN > 0:
+            values = gl.convert_layout(values, LEFT, assert_trivial=True)
+            second_values = gl.convert_layout(second_values, LEFT, assert_trivial=True)
+            xs = more_tiles.index(stage * MORE).permute((1, 0))
+            more = warpgroup_mma(values, xs, more, is_async=True)
+            second_more = warpgroup_mma(second_values, xs, second_more, is_async=True)
+        if TAKEN > 1:
+            xs = more_tiles.index(stage * MORE + 1).permute((1, 0))
+            last = warpgroup_mma(values, xs, last, is_async=True)
+            second_last = warpgroup_mma(second_values, xs, second_last, is_async=True)
+        if TAKEN == 0:
+            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
+        elif TAKEN == 1:
+            part, second_part, more, second_more = warpgroup_mma_wait(
+                0, deps=[part, second_part, more, second_more]
+            )
+        else:
+            part, second_part, more, second_more, last, second_last = warpgroup_mma_wait(
+                0, deps=[part, second_part, more, second_more, last, second_last]
+            )
+        _barrier()
+        mbarrier.arrive(free.index(stage), count=1)
+        step += 1  # one by one: of step + count, Triton 3.6 makes a constant
+    return step, (part, second_part, more, second_more, last, second_last)
+
+
+@gluon.jit
+def _of_rows(factors, shape, expert, row, LAYOUT: gl.constexpr):
+    """What results of a tile's rows are multiplied by, and what is added to them, of both matrices.
+
+    Rows beyond the end read the last one; their results are not stored.
+    """
+    weight_factors, _x_scales, bias = factors
+    _num_outputs, _row_tiles, num_rows, num_first = shape
+    first = expert.to(gl.int64) * num_rows
+    rows = row + gl.arange(0, _ROWS, layout=LAYOUT)
+    own = first + gl.minimum(rows, num_rows - 1)
+    second = first + gl.minimum(num_first + rows, num_rows - 1)
+    factor = gl.load(weight_factors + own)
+    second_factor = gl.load(weight_factors + second)
+    shift = gl.zeros([_ROWS], gl.float32, LAYOUT)
+    second_shift = shift
+    if bias is not None:
+        shift = gl.load(bias + own).to(gl.float32)
+        second_shift = gl.load(bias + second).to(gl.float32)
+    return factor, second_factor, shift, second_shift
+
+
+@gluon.jit
+def _as_column(values, LAYOUT: gl.constexpr):
+    """Values of rows, for a tensor in LAYOUT, whose threads have them."""
+    return gl.convert_layout(values, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _finish(
+    part,
+    second_part,
+    of_rows,
+    place,
+    lists,
+    x_scales,
+    target,
+    shape,
+    TOP_K: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """Store what follows from sums [ROWS, 2 TOKENS] of both matrices, of the tokens from place on.
+
+    Args:
+        of_rows: see `_of_rows`.
+        place: first row, first token, and end of the tokens.
+    """
+    row, begin, end = place
+    factor, second_factor, shift, second_shift = of_rows
+    num_outputs, _row_tiles, _num_rows, num_first = shape
+    out, shares, num_tokens = target
+    acc = _of_both(part)
+    second = _of_both(second_part)
+    TOKENS: gl.constexpr = acc.shape[1]
+    SUMS: gl.constexpr = acc.type.layout
+    if x_scales is None:
+        scales = 1.0 / _BOUNDED
+    else:
+        tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
+        scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
+    acc = acc * (_as_column(factor, SUMS) * scales) + _as_column(shift, SUMS)
+    second = second * (_as_column(second_factor, SUMS) * scales) + _as_column(second_shift, SUMS)
+    places = (begin, end, num_tokens, num_outputs)
+    if GATED:
+        acc = _activate_gated(acc, second, EPILOGUE)
+    if SPLITS:
+        _store_in_two(acc, out, places, row)
+    else:
+        _store(acc, out, lists[3], shares, places, row, TOP_K, GATED)
+        if not GATED:
+            _store(second, out, lists[3], shares, places, num_first + row, TOP_K, GATED)
+
+
+@gluon.jit
+def _compute(
+    buffers,
+    step,
+    count,
+    place,
+    lists,
+    factors,
+    target,
+    shape,
+    TOP_K: gl.constexpr,
+    MORE: gl.constexpr,
+    TAKEN: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """A tile of tokens, of which TAKEN quarters follow the first half; the step after its last."""
+    x_tiles, more_tiles = buffers[2], buffers[3]
+    FIRST: gl.constexpr = x_tiles.shape[1] // 2
+    QUARTER: gl.constexpr = more_tiles.shape[1] // 2
+    expert, row, begin, end = place
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * FIRST, 32]
+    )
+    # They are on their way while the tile is multiplied.
+    of_rows = _of_rows(factors, shape, expert, row, gl.SliceLayout(1, LAYOUT))
+    step, sums = _sums(buffers, step, count, MORE, TAKEN)
+    for i in gl.static_range(1 + TAKEN):
+        own_begin = begin + (FIRST + (i - 1) * QUARTER if i > 0 else 0)
+        own_place = (row, own_begin, end)
+        _finish(
+            sums[2 * i],
+            sums[2 * i + 1],
+            of_rows,
+            own_place,
+            lists,
+            factors[1],
+            target,
+            shape,
+            TOP_K,
+            EPILOGUE,
+            GATED,
+            SPLITS,
+        )
+    return step
+
+
+@gluon.jit
 def _multiply(
     lists,
     num_blocks,
@@ -307,85 +505,49 @@ def _multiply(
     shape,
     num_steps,
     TOP_K: gl.constexpr,
+    TOKENS: gl.constexpr,
     PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
+    MORE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
-    tiles, shift_tiles, x_tiles, ready, free = buffers
-    weight_factors, x_scales, bias = factors
-    num_outputs, row_tiles, num_rows, num_first = shape
-    out, shares, num_tokens = target
-    STAGES: gl.constexpr = tiles.shape[0]
-    ROWS: gl.constexpr = tiles.shape[1]
-    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
-    )
+    row_tiles = shape[1]
+    ROWS: gl.constexpr = buffers[0].shape[1]
+    FIRST: gl.constexpr = buffers[2].shape[1] // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
-    zeros = gl.zeros([ROWS, 2 * TOKENS], gl.float32, LAYOUT)
     step = 0
     for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        expert, begin, end, piece, _first, count = _task(
-            lists, tile, row_tiles, num_steps, TOKENS, PARTS, PIECES
-        )
-        row = tile % row_tiles * ROWS
-        part = zeros
-        second_part = zeros
-        for _k in range(count):
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
-            xs = x_tiles.index(stage).permute((1, 0))
-            values = _to_float8(words, own, LAYOUT)
-            second_values = _to_float8(second_words, second_own, LAYOUT)
-            part = warpgroup_mma(values, xs, part, is_async=True)
-            second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
-            part, second_part = warpgroup_mma_wait(0, deps=[part, second_part])
-            _barrier()
-            mbarrier.arrive(free.index(stage), count=1)
-            step += 1
-        acc = _of_both(part)
-        second = _of_both(second_part)
-        SUMS: gl.constexpr = acc.type.layout
-        # Rows beyond the end read the last one; their results are not stored.
-        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
-        own_rows = gl.minimum(rows, num_rows - 1)
-        second_rows = gl.minimum(num_first + rows, num_rows - 1)
-        first = expert.to(gl.int64) * num_rows
-        factor = gl.load(weight_factors + first + own_rows)[:, None]
-        second_factor = gl.load(weight_factors + first + second_rows)[:, None]
-        if x_scales is None:
-            acc = acc * (factor * (1.0 / _BOUNDED))
-            second = second * (second_factor * (1.0 / _BOUNDED))
-        else:
-            tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
-            scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
-            acc = acc * (factor * scales)
-            second = second * (second_factor * scales)
-        if bias is not None:
-            once = gl.where(piece == 0, 1.0, 0.0)
-            acc = acc + once * gl.load(bias + first + own_rows).to(gl.float32)[:, None]
-            second = second + once * gl.load(bias + first + second_rows).to(gl.float32)[:, None]
-        places = (begin, end, num_tokens, num_outputs)
-        if GATED:
-            acc = _activate_gated(acc, second, EPILOGUE)
-        if SPLITS:
-            _store_in_two(acc, out, places, row)
-        else:
-            own_out = out + piece * (TOP_K * num_tokens * num_outputs) if PIECES > 1 else out
-            _store(acc, own_out, lists[3], shares, places, row, TOP_K, GATED)
-            if not GATED:
-                _store(second, own_out, lists[3], shares, places, num_first + row, TOP_K, GATED)
+        expert, begin, end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+        place = (expert, tile % row_tiles * ROWS, begin, end)
+        more = _num_more(begin, end, FIRST, MORE)
+        for taken in gl.static_range(MORE + 1):
+            if more == taken:
+                step = _compute(
+                    buffers,
+                    step,
+                    count,
+                    place,
+                    lists,
+                    factors,
+                    target,
+                    shape,
+                    TOP_K,
+                    MORE,
+                    taken,
+                    EPILOGUE,
+                    GATED,
+                    SPLITS,
+                )
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def grouped_mx_kernel(
     x,
+    x_more,
     weight,
     shifts,
     weight_factors,
@@ -405,7 +567,7 @@ def grouped_mx_kernel(
     num_steps,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
+    MORE: gl.constexpr,
     STAGES: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
@@ -418,32 +580,38 @@ def grouped_mx_kernel(
     here, and in the kernel after this one, they may be read, and weights be loaded, before it.
 
     Args:
-        x, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's tokens.
+        x, x_more, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's
+            tokens or, with MORE, of its first half, and x_more of a quarter.
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
-            with SPLITS; else [PIECES * TOP_K, num_tokens, num_outputs].
+            with SPLITS; else [TOP_K, num_tokens, num_outputs].
         rows, experts, begins, ends, num_blocks: BlockLists.
         shares: [num_tokens, TOP_K], weights of the results if not GATED.
         PARTS: tiles of tokens in a block of the lists.
-        PIECES: into which the inputs of a row are cut, if not GATED; each has results of its own.
+        MORE: how many quarters of a tile follow what is computed of each tile; 0: none.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    TOKENS: gl.constexpr = x.block_type.shape[0] // 2
+    FIRST: gl.constexpr = x.block_type.shape[0] // 2
+    TOKENS: gl.constexpr = FIRST + MORE * (FIRST // 2)
+    SLOTS: gl.constexpr = STAGES * max(1, MORE)
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, 32], weight.layout)
     shift_tiles = gl.allocate_shared_memory(shifts.dtype, [STAGES, _ROWS // 16, 32], shifts.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * TOKENS, _BLOCK], x.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * FIRST, _BLOCK], x.layout)
+    more_tiles = x_tiles
+    if MORE > 0:
+        more_tiles = gl.allocate_shared_memory(x.dtype, [SLOTS, FIRST, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    blocks = gl.load(num_blocks, cache_modifier=".cg") * (PARTS * PIECES)
+    blocks = gl.load(num_blocks, cache_modifier=".cg") * PARTS
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
-    buffers = (tiles, shift_tiles, x_tiles, ready, free)
+    buffers = (tiles, shift_tiles, x_tiles, more_tiles, ready, free)
     factors = (weight_factors, x_scales, bias)
     shape = (num_outputs, row_tiles, num_rows, num_first)
     target = (out, shares, num_tokens)
@@ -461,16 +629,32 @@ def grouped_mx_kernel(
                     shape,
                     num_steps,
                     TOP_K,
+                    TOKENS,
                     PARTS,
-                    PIECES,
+                    MORE,
                     EPILOGUE,
                     GATED,
                     SPLITS,
                     PDL,
                 ),
             ),
-            (_fetch_inputs, (lists, blocks, buffers, x, row_tiles, num_steps, PARTS, PIECES, PDL)),
-            (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, PARTS, PIECES)),
+            (
+                _fetch_inputs,
+                (
+                    lists,
+                    blocks,
+                    buffers,
+                    x,
+                    x_more,
+                    row_tiles,
+                    num_steps,
+                    TOKENS,
+                    PARTS,
+                    MORE,
+                    PDL,
+                ),
+            ),
+            (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, TOKENS, PARTS)),
         ],
         [1, 1],
         [24, 24],
@@ -482,8 +666,6 @@ class MxExperts:
 
     def __init__(self, up: ExpertProjection, down: ExpertProjection) -> None:
         self._up, self._down = up, down
-        num_experts, device = len(up.tables.factors), up.tables.words.device
-        self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
 
     @classmethod
     def of(
@@ -510,7 +692,7 @@ class MxExperts:
         assert x.stride(1) == 1
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
-            routed = routed._replace(lists=self._lists_of_one(routed.ids))
+            return mix_one_mx(x, routed, self._up, self._down)
         rows = routed.lists.rows
         inner: Tensor | Halves
         if self._up.epilogue is Epilogue.CLAMPED_SWIGLU:  # its results are below 64
@@ -521,18 +703,9 @@ class MxExperts:
         _launch(_split(x, rows, top_k, True), self._up, target, routed)
         halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
-        pieces = PIECES_OF_ONE if num_tokens == 1 else 1
-        shape = pieces * top_k, num_tokens, x.shape[1]
-        out = torch.empty(shape, dtype=dtype, device=x.device)
+        out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
         _launch(halves, self._down, out, routed)
         return out
-
-    def _lists_of_one(self, ids: Tensor) -> BlockLists:
-        """Of one token: a block for each of its experts, in the order of ids [1, top_k]."""
-        numbers, top_k = self._numbers, ids.shape[1]
-        begins, ends = numbers[:top_k], numbers[1 : top_k + 1]
-        num_blocks = numbers[top_k : top_k + 1]
-        return BlockLists(begins, ids.view(-1), begins, ends, num_blocks, TOKENS_OF_ONE)
 
 
 @cache
@@ -585,16 +758,18 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     num_tokens, top_k = routed.ids.shape
     tokens = min(lists.block_rows, MAX_TOKENS)
     parts = lists.block_rows // tokens
-    pieces = 1 if epilogue.is_gated else len(out) // top_k
-    num_tiles = weight.num_tiles * parts * pieces * len(lists.experts)
+    num_tiles = weight.num_tiles * parts * len(lists.experts)
     num_experts = len(weight.factors)
     hit = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)  # expected, of even choices
-    per_sm = _programs_per_sm(PROGRAMS[tokens], weight.num_tiles * pieces * hit)
+    per_sm = _programs_per_sm(PROGRAMS[tokens], weight.num_tiles * hit)
     registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
     stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
-    room = _SHARED_MEMORY // per_sm - 4 * ROWS * tokens - 1024
+    more = MORE if tokens >= LEAST_DIVIDED else 0
+    columns = tokens if more else 2 * tokens
+    room = _SHARED_MEMORY // per_sm - 2 * ROWS * columns - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
-        _descriptor(x.values, [2 * tokens, BLOCK], gl.float8e4nv, 128),
+        _descriptor(x.values, [columns, BLOCK], gl.float8e4nv, 128),
+        _descriptor(x.values, [columns // 2, BLOCK], gl.float8e4nv, 128),
         _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
         _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
         weight.factors,
@@ -610,7 +785,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         weight.num_blocks,
         TOP_K=top_k,
         PARTS=parts,
-        PIECES=pieces,
+        MORE=more,
         STAGES=min(_MAX_STAGES, room // stage),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,

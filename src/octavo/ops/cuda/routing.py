@@ -1,9 +1,10 @@
 """Routing on NVIDIA GPUs: logits, top-k, and the rows of each expert.
 
-One kernel computes the logits; of the programs that share a tile of tokens, the one that finishes
-last chooses their experts, and lists the rows of each expert if there is no other tile. For more
-tokens a second kernel does, with a program per expert: it counts and ranks instead of using
-atomics, so lists are in the order of tokens.
+One kernel computes the logits; a program has some experts and, while tokens are few, some of the
+inputs. Of the programs that share a tile of tokens, the one that finishes last adds up and chooses
+their experts, and lists the rows of each expert if there is no other tile. For more tokens a second
+kernel does, with a program per expert: it counts and ranks instead of using atomics, so lists are
+in the order of tokens.
 Nothing depends on the values that the host would have to know: launches follow from the number of
 tokens, and can be captured in graphs.
 """
@@ -33,6 +34,8 @@ NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
 MOST_RANKED = tl.constexpr(256)  # ids or experts that are compared with each other
 TILE_TOKENS = 16
 FEW_TOKENS = 256  # with more, programs compute more logits each
+_PROGRAMS = 512  # into about so many the inputs of few tokens are cut
+_MOST_AHEAD = 4  # blocks of columns that are loaded together
 SCANNED = 1024  # ids that the listing kernel looks at together
 _MAX_TILES = 1 << 16
 
@@ -83,14 +86,18 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     num_experts, top_k = config.num_experts, config.top_k
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
-    logits = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
     is_one = num_tokens == 1
     if is_one:
-        tile, at_once, columns = 1, 4, min(2048, power_of_2(size))
+        tile, columns = 1, min(4096, power_of_2(size))
+        at_once = 4 if columns <= 2048 else 2
     else:
         at_once = 16 if num_tokens <= FEW_TOKENS else 64
         tile, columns = TILE_TOKENS, min(256, max(16, power_of_2(size)))
-    grid = (triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile))
+    tiles = triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile)
+    ahead = 0 if is_one else _blocks_ahead(tiles[0] * tiles[1], triton.cdiv(size, columns))
+    grid = *tiles, triton.cdiv(size, ahead * columns) if ahead else 1
+    shape = grid[2], num_tokens, num_experts
+    logits = torch.empty(shape, dtype=torch.float32, device=x.device)
     lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
     is_few = grid[1] == 1 and top_k * tile <= MOST_RANKED.value
     listed: tuple[Tensor | None, ...] = (None,) * 5
@@ -117,6 +124,8 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         TOKENS=tile,
         EXPERTS=at_once,
         COLUMNS=columns,
+        AHEAD=ahead,
+        SPLITS=grid[2],
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
         SLOTS=power_of_2(top_k),
@@ -134,6 +143,13 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     if lists is not None and not is_few:
         _list(ids, lists, num_experts, num_hit)
     return Routed(ids, chosen, lists)
+
+
+def _blocks_ahead(num_tiles: int, num_blocks: int) -> int:
+    """How many of `num_blocks` blocks of inputs a program takes, and loads the weights of before
+    the preceding kernel has ended; 0: all of them, one after the other."""
+    ahead = triton.cdiv(num_blocks, max(1, _PROGRAMS // num_tiles))
+    return ahead if ahead <= _MOST_AHEAD else 0
 
 
 def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
@@ -363,6 +379,16 @@ def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LI
     _count_hit(num_hit, total)
 
 
+@triton.jit
+def _multiplied(values, piece, result, IEEE: tl.constexpr):
+    """result plus values times piece^T; with IEEE as exact as float32 is."""
+    if IEEE:
+        result = tl.dot(values, tl.trans(piece), result, input_precision="ieee")
+    else:
+        result = tl.dot(values, tl.trans(piece), result)
+    return result
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     x,
@@ -388,6 +414,8 @@ def _route_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr,
     ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -400,6 +428,12 @@ def _route_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Logits [SPLITS, num_tokens, num_experts] of some inputs; and all that follows from their
+    sums, by the last program of a tile.
+
+    Args:
+        AHEAD: blocks of inputs of a program; 0: all.
+    """
     allow_next(PDL)
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     tile = tl.program_id(1)
@@ -408,8 +442,16 @@ def _route_kernel(
     columns = tl.arange(0, COLUMNS)
     # Rows beyond the end read the last one; their results are not stored.
     weight_places = weight + tl.minimum(experts, num_experts - 1)[:, None] * size + columns[None, :]
+    split = tl.program_id(2)
+    pieces = ()
     if TOKENS == 1:
         piece = tl.load(weight_places, mask=(columns < size)[None, :], other=0.0)
+    elif AHEAD > 0:
+        for i in tl.static_range(AHEAD):
+            start = (split * AHEAD + i) * COLUMNS
+            inside = (columns < size - start)[None, :]
+            piece = tl.load(weight_places + start, mask=inside, other=0.0)
+            pieces += (piece,)  # type: ignore[assignment]
     elif PDL:
         fetch_to_l2(weight + tl.minimum(experts, num_experts - 1) * size, size)
     wait_previous(PDL)
@@ -425,26 +467,32 @@ def _route_kernel(
     else:
         places = x + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
         result = tl.zeros([TOKENS, EXPERTS], tl.float32)
-        for start in range(0, size, COLUMNS):
+        for i in tl.static_range(AHEAD):
+            start = (split * AHEAD + i) * COLUMNS
             inside = (columns < size - start)[None, :]
             values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
-            piece = tl.load(weight_places + start, mask=inside, other=0.0)
-            if IEEE:
-                result = tl.dot(values, tl.trans(piece), result, input_precision="ieee")
-            else:
-                result = tl.dot(values, tl.trans(piece), result)
+            result = _multiplied(values, pieces[i], result, IEEE)
+        if AHEAD == 0:
+            for start in range(0, size, COLUMNS):
+                inside = (columns < size - start)[None, :]
+                values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
+                piece = tl.load(weight_places + start, mask=inside, other=0.0)
+                result = _multiplied(values, piece, result, IEEE)
     if bias is not None:
-        shift = tl.load(bias + experts, mask=experts < num_experts, other=0.0)
-        result += shift.to(tl.float32)[None, :]
+        shift = tl.load(bias + experts, mask=experts < num_experts, other=0.0).to(tl.float32)
+        result += tl.where(split == 0, shift, 0.0)[None, :]
     logit_rows = logits + tokens.to(tl.int64)[:, None] * num_experts
     is_stored = is_token[:, None] & (experts < num_experts)[None, :]
-    tl.store(logit_rows + experts[None, :], result, mask=is_stored)
+    of_split = num_tokens * num_experts
+    tl.store(logit_rows + split * of_split + experts[None, :], result, mask=is_stored)
     tl.debug_barrier()
     seen = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-    if seen == tl.num_programs(0) - 1:
+    if seen == tl.num_programs(0) * SPLITS - 1:
         every = tl.arange(0, ALL_EXPERTS)
         is_given = is_token[:, None] & (every < num_experts)[None, :]
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
+        for i in tl.static_range(1, SPLITS):
+            given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
         found, chosen = _choose(
             given,
             every,
