@@ -46,6 +46,7 @@ class Ring:
     rows: int  # of W, or of each half, in a block
     fold: int  # pieces of each, at least 8
     stages: int  # blocks in shared memory
+    units: int = 0  # of `rows` rows behind the first that are fetched to the L2 cache
 
 
 def linear_ring(
@@ -80,6 +81,7 @@ def linear_ring(
         None if norm is None else norm.total,
         None if norm is None else norm.branch_weight,
         TensorDescriptor.from_tensor(pieces, block, layout),
+        weight,
         bias,
         out,
         num_rows,
@@ -87,6 +89,7 @@ def linear_ring(
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
+        UNITS=ring.units,
         LOADS=triton.cdiv(size, loaded * _WIDTH.value) * (loaded // _PIECE_ROWS.value),
         BLOCKS=triton.cdiv(size, ring.fold * _WIDTH.value),
         EPILOGUE=int(epilogue),
@@ -113,6 +116,23 @@ def _fetch(weight, tiles, ready, i, num_rows, BLOCKS: gl.constexpr, GATED: gl.co
     if GATED:
         up = [row + num_rows, piece, 0]
         _fetch_tile(weight, up, ready.index(stage), tiles.index(stage * HALVES + 1))
+
+
+@gluon.jit
+def _fetch_to_l2(start, row, size, ROWS: gl.constexpr):
+    """Have rows of W on their way to the L2 cache."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lines = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT) * _WIDTH
+    for first in range(0, ROWS * size, 32 * gl.num_warps() * _WIDTH):
+        offsets = gl.minimum(first + lines, ROWS * size - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [start + row.to(gl.int64) * size + offsets],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -170,6 +190,7 @@ def _linear_ring_kernel(
     total,
     branch_weight,
     weight,
+    start,
     bias,
     out,
     num_rows,
@@ -177,6 +198,7 @@ def _linear_ring_kernel(
     eps,
     OFFSET: gl.constexpr,
     STAGES: gl.constexpr,
+    UNITS: gl.constexpr,
     LOADS: gl.constexpr,
     BLOCKS: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -218,6 +240,12 @@ def _linear_ring_kernel(
     count = num_units * BLOCKS
     for first in range(gl.minimum(count, STAGES)):
         _fetch(weight, tiles, ready, first, num_rows, BLOCKS, GATED)
+    for i in gl.static_range(UNITS):
+        later = (gl.program_id(0) + (1 + i) * gl.num_programs(0)) * ROWS
+        later = gl.minimum(later, num_rows - ROWS)
+        _fetch_to_l2(start, later, size, ROWS)
+        if GATED:
+            _fetch_to_l2(start, later + num_rows, size, ROWS)
     if norm_weight is not None:
         weights = _pieces(norm_weight, size, LOADS, PARTS)
     if branch_weight is not None:
