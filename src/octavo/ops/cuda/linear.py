@@ -1,6 +1,6 @@
 """y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token is a GEMV (linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
+One token is a GEMV (linear_ring.py on Hopper, linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
 (linear_hopper.py) with the tiles that linear_table.py chooses; both are bound by reading W.
 Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two products rather
 than one.
@@ -13,7 +13,7 @@ in a fixed order, so the same call gives the same bits.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
+
+if TYPE_CHECKING:
+    from octavo.ops.cuda.linear_ring import Ring
 
 # Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
 # their sum does (benchmarks/logits_error.py).
@@ -59,11 +62,13 @@ class CudaLinear:
         """See NormingKernel.norms_inputs."""
         is_served = num_tokens == 1 and self._weight.is_contiguous()
         num_rows, size = self._weight.shape
+        if is_served and _ring(self._weight, self._weight, is_gated=False) is not None:
+            return True
         return is_served and pays_to_norm(num_rows, size, norms_branch)
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""
-        return linear_one(x, self._weight, bias, epilogue)
+        return _linear_one(x, self._weight, bias, epilogue)
 
 
 def linear(
@@ -85,7 +90,7 @@ def linear(
     """
     num_tokens, size = x.shape
     if num_tokens == 1 and _is_dense(x, weight):
-        return linear_one(x, weight, bias, epilogue)
+        return _linear_one(x, weight, bias, epilogue)
     num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     tiles = choose_tiles(num_tokens, num_rows, size, epilogue) if _is_fast(x, weight) else None
     if tiles is None:
@@ -118,6 +123,33 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
     launch_dense(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
     return out
+
+
+def _linear_one(
+    x: Tensor | DeferredNorm, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
+) -> Tensor:
+    given = x.x if isinstance(x, DeferredNorm) else x
+    ring = _ring(given, weight, epilogue.is_gated)
+    if ring is None:
+        return linear_one(x, weight, bias, epilogue)
+    from octavo.ops.cuda.linear_ring import linear_ring
+
+    return linear_ring(x, weight, bias, epilogue, ring, _num_sms(weight.device))
+
+
+def _ring(x: Tensor, weight: Tensor, is_gated: bool) -> Ring | None:
+    """What linear_ring.py takes for one token, if it does."""
+    if not _is_fast(x, weight):
+        return None
+    from octavo.ops.cuda.linear_ring import choose_ring
+
+    return choose_ring(*weight.shape, is_gated, _num_sms(weight.device))
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return num_sms
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:

@@ -15,6 +15,7 @@ pieces with all pieces of x, those of the same place are added up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -47,6 +48,34 @@ class Ring:
     fold: int  # pieces of each, at least 8
     stages: int  # blocks in shared memory
     units: int = 0  # of `rows` rows behind the first that are fetched to the L2 cache
+
+
+_MEMORY = 94 << 10  # bytes: two programs, and one of attention, share an SM's 227 KB
+_BLOCKS = ((8, 8), (4, 16))  # rows and pieces of a block
+_FEW_ROWS = 1024
+_MANY_ROWS = 65536
+
+
+@cache
+def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> Ring | None:
+    """For W [num_rows, size], half of whose rows are gates with `is_gated`; None: a GEMV of many
+    small programs is as good, or takes shapes that this kernel does not."""
+    if size % _WIDTH.value or not _FEW_ROWS <= num_rows <= _MANY_ROWS:
+        return None
+    own_rows, halves = (num_rows // 2, 2) if is_gated else (num_rows, 1)
+
+    def busy(block: tuple[int, int]) -> float:
+        """The share of SMs that have work to the end, times that of blocks that is no padding."""
+        rows, fold = block
+        units, width = triton.cdiv(own_rows, rows), fold * _WIDTH.value
+        waves = triton.cdiv(units, num_programs)
+        return units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
+
+    rows, fold = max(_BLOCKS, key=busy)
+    part = _PIECE_ROWS.value * _WIDTH.value
+    of_inputs = 2 * part * triton.cdiv(size, part)
+    stages = (_MEMORY - of_inputs) // (2 * rows * fold * _WIDTH.value * halves)
+    return Ring(rows, fold, stages) if stages > 2 else None
 
 
 def linear_ring(
