@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from gluon_emulator import Emulated
 from torch import Tensor
 
 from octavo.layers import linear as layers_linear
@@ -15,9 +17,11 @@ from octavo.layers.config import MLPConfig, NormConfig
 from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
+from octavo.ops.cuda import linear_ring as cuda_ring
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
 from octavo.ops.cuda.linear_gemv import Programs, choose_programs, pays_to_norm
+from octavo.ops.cuda.linear_ring import Ring, choose_ring, linear_ring
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -72,11 +76,56 @@ def test_one_token(
         assert torch.equal(linear_partial(x, weight, given), actual)
 
 
+@pytest.fixture
+def ring_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        kernel = Emulated(cuda_ring._linear_ring_kernel)
+        monkeypatch.setattr(cuda_ring, "_linear_ring_kernel", kernel)
+
+
+@pytest.mark.usefixtures("ring_kernel")
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.GELU_TANH_MUL])
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float16, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(("num_rows", "size"), [(6, 64), (70, 1152)])
+@pytest.mark.parametrize("ring", [Ring(8, 8, 3), Ring(4, 16, 2)])
+def test_one_token_by_a_ring(
+    device: torch.device,
+    ring: Ring,
+    num_rows: int,
+    size: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    epilogue: Epilogue,
+) -> None:
+    """More blocks than the ring has, and programs that have no rows."""
+    x, weight, bias = operands(1, num_rows, size, dtype, device)
+    given = bias if has_bias else None
+    actual = linear_ring(x, weight, given, epilogue, ring, num_programs=3)
+    assert_close(actual, expected(x, weight, given, epilogue), dtype)
+
+
+def by_a_ring(weight: Tensor, given: DeferredNorm, bias: Tensor, epilogue: Epilogue) -> Tensor:
+    return linear_ring(given, weight, bias, epilogue, Ring(4, 16, 3), num_programs=3)
+
+
+@pytest.mark.usefixtures("ring_kernel")
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize(("num_rows", "size"), [(34, 1100), (6, 3300)])
+@pytest.mark.parametrize(
+    ("multiply", "num_rows", "size"),
+    [
+        (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 34, 1100),
+        (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 6, 3300),
+        (by_a_ring, 34, 1152),
+    ],
+)
 @pytest.mark.parametrize("adds", ["nothing", "x", "norm of x"])
 def test_norm_of_one_token(
-    device: torch.device, adds: str, num_rows: int, size: int, epilogue: Epilogue
+    device: torch.device,
+    adds: str,
+    multiply: Callable[..., Tensor],
+    num_rows: int,
+    size: int,
+    epilogue: Epilogue,
 ) -> None:
     """It leaves the residual stream as it was: programs read it while one writes the total."""
     dtype = torch.float16  # the interpreter truncates to bfloat16
@@ -89,7 +138,7 @@ def test_norm_of_one_token(
         stream = (stream + residual.double()).to(dtype)
         total = torch.empty_like(residual)
         given = DeferredNorm(x, scale[0], 1e-5, 1.0, residual.clone(), total, branch)
-    actual = CudaLinear(weight).apply_normed(given, bias, epilogue)
+    actual = multiply(weight, given, bias, epilogue)
     assert_close(actual, expected(_normed(stream, scale[0]), weight, bias, epilogue), dtype)
     if given.total is not None:
         torch.testing.assert_close(given.total, stream, rtol=2**-10, atol=0)
@@ -161,6 +210,27 @@ def test_programs_leave_neither_sms_nor_columns_idle() -> None:
     assert idle_in_last_wave(choose_programs(2560, 10240, False), 2560) < 0.1
     assert choose_programs(4096, 2560, False).columns == 512  # five blocks without padding
     assert choose_programs(10240, 2560, True).columns == 512
+
+
+def test_rings_leave_neither_sms_nor_memory_idle() -> None:
+    attention = 36 << 10
+    for rows, size, is_gated in (
+        (4096, 2560, False),
+        (2560, 2048, False),
+        (20480, 2560, True),
+        (2560, 10240, False),
+        (28672, 4096, True),
+        (4096, 14336, False),
+    ):
+        ring = choose_ring(rows, size, is_gated, 132)
+        assert ring is not None
+        blocks = ring.rows * ring.fold * 128 * ring.stages * (1 + is_gated)
+        memory = blocks + 2 * size
+        assert blocks > 60 << 10
+        assert 2 * (memory + 1024) + attention < SHARED_MEMORY
+        units = rows / (1 + is_gated) / ring.rows / 132
+        assert units / math.ceil(units) > 0.96
+    assert choose_ring(4096, 1100, False, 132) is None  # rows are not aligned as TMA needs them
 
 
 def test_more_tokens_on_a_cpu_are_torch() -> None:
