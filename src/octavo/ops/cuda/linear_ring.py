@@ -165,12 +165,14 @@ def _fetch_to_l2(start, row, size, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _pieces(source, size, LOADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A row in LOADS parts, as of _place."""
+def _parts(source, size, LOADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A row in LOADS parts, as of _place; none of None."""
     found = ()
-    for i in gl.static_range(LOADS):
-        place = _place(i, LAYOUT)
-        found += (gl.load(source + place, mask=place < size, other=0.0),)  # type: ignore[assignment]
+    if source is not None:
+        for i in gl.static_range(LOADS):
+            place = _place(i, LAYOUT)
+            part = gl.load(source + place, mask=place < size, other=0.0)
+            found += (part,)  # type: ignore[assignment]
     return found
 
 
@@ -199,6 +201,41 @@ def _times(parts, factor, weights, OFFSET: gl.constexpr):
         values = parts[i].to(gl.float32) * factor * (weights[i].to(gl.float32) + OFFSET)
         done += (values,)  # type: ignore[assignment]
     return done
+
+
+@gluon.jit
+def _inputs(
+    x,
+    residual,
+    total,
+    weights,
+    branch_weights,
+    size,
+    eps,
+    OFFSET: gl.constexpr,
+    LOADS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The parts of x, or with `weights` of its norm, as of DeferredNorm."""
+    parts = _parts(x, size, LOADS, LAYOUT)
+    # All that the preceding kernels wrote is asked for before a sum, for which threads wait.
+    before = _parts(residual, size, LOADS, LAYOUT)
+    if len(branch_weights) > 0:
+        parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
+    if residual is not None:
+        sums = ()
+        for i in gl.static_range(LOADS):
+            # The sum is rounded before it is normalised: later layers see the same numbers.
+            value = (parts[i].to(gl.float32) + before[i].to(gl.float32)).to(before[i].dtype)
+            sums += (value,)  # type: ignore[assignment]
+        parts = sums
+        if gl.program_id(0) == 0:
+            for i in gl.static_range(LOADS):
+                place = _place(i, LAYOUT)
+                gl.store(total + place, parts[i], mask=place < size)
+    if len(weights) > 0:
+        parts = _times(parts, _rms_factor(parts, size, eps), weights, OFFSET)
+    return parts
 
 
 @gluon.jit
@@ -275,31 +312,13 @@ def _linear_ring_kernel(
         _fetch_to_l2(start, later, size, ROWS)
         if GATED:
             _fetch_to_l2(start, later + num_rows, size, ROWS)
-    if norm_weight is not None:
-        weights = _pieces(norm_weight, size, LOADS, PARTS)
-    if branch_weight is not None:
-        branch_weights = _pieces(branch_weight, size, LOADS, PARTS)
+    weights = _parts(norm_weight, size, LOADS, PARTS)
+    branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _pieces(x, size, LOADS, PARTS)
-    if residual is not None:
-        before = _pieces(residual, size, LOADS, PARTS)
-        if branch_weight is not None:
-            factor = _rms_factor(parts, size, eps)
-            parts = _times(parts, factor, branch_weights, OFFSET)
-        sums = ()
-        for i in gl.static_range(LOADS):
-            # The sum is rounded before it is normalised: later layers see the same numbers.
-            value = (parts[i].to(gl.float32) + before[i].to(gl.float32)).to(before[i].dtype)
-            sums += (value,)  # type: ignore[assignment]
-        parts = sums
-        if gl.program_id(0) == 0:
-            for i in gl.static_range(LOADS):
-                place = _place(i, PARTS)
-                gl.store(total + place, parts[i], mask=place < size)
-    if norm_weight is not None:
-        factor = _rms_factor(parts, size, eps)
-        parts = _times(parts, factor, weights, OFFSET)
+    parts = _inputs(
+        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS
+    )
     for i in gl.static_range(LOADS):
         x_parts.index(i).store(parts[i].to(DTYPE))
     fence_async_shared()
