@@ -1,9 +1,9 @@
 """y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token is a GEMV (linear_ring.py on Hopper, linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
-(linear_hopper.py) with the tiles that linear_table.py chooses; both are bound by reading W.
-Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two products rather
-than one.
+One token is a GEMV (linear_ring.py on Hopper, elsewhere linear_gemv.py). Up to 128 tokens on Hopper
+are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py chooses; all are bound by
+reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two
+products rather than one.
 
 A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
 as in linear_table.py, but never on the values of the other tokens. Split-K partial sums are added

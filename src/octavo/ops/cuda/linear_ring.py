@@ -6,9 +6,9 @@ memory is busy with the weights of the next two products while a kernel of few b
 one product ends and the next one begins.
 
 The tensor cores read W from the ring as it is, so that weights take no registers and hardly any
-instructions. A product of theirs has 64 rows and at least 8 columns, where one token has one column.
-So a block of W is taken apart: of each row, FOLD neighbouring pieces of 64 inputs are rows of the
-left operand, and the same pieces of x are the columns of the right one. Of the products of a row's
+instructions. A product of theirs has 64 rows and at least 8 columns, where one token has one. So a
+block of W is taken apart: of each row, FOLD neighbouring pieces of 64 inputs are rows of the left
+operand, and the same pieces of x are the columns of the right one. Of the products of a row's
 pieces with all pieces of x, those of the same place are added up.
 """
 
@@ -64,14 +64,15 @@ def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> 
         return None
     own_rows, halves = (num_rows // 2, 2) if is_gated else (num_rows, 1)
 
-    def busy(block: tuple[int, int]) -> float:
+    def share(block: tuple[int, int]) -> float:
         """The share of SMs that have work to the end, times that of blocks that is no padding."""
         rows, fold = block
         units, width = triton.cdiv(own_rows, rows), fold * _WIDTH.value
         waves = triton.cdiv(units, num_programs)
-        return units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
+        busy: float = units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
+        return busy
 
-    rows, fold = max(_BLOCKS, key=busy)
+    rows, fold = max(_BLOCKS, key=share)
     part = _PIECE_ROWS.value * _WIDTH.value
     of_inputs = 2 * part * triton.cdiv(size, part)
     stages = (_MEMORY - of_inputs) // (2 * rows * fold * _WIDTH.value * halves)
@@ -316,9 +317,7 @@ def _linear_ring_kernel(
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _inputs(
-        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS
-    )
+    parts = _inputs(x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS)
     for i in gl.static_range(LOADS):
         x_parts.index(i).store(parts[i].to(DTYPE))
     fence_async_shared()

@@ -1,8 +1,7 @@
 """y = x W^T of one token with weights of 4 bits, by as many programs as there are SMs.
 
-linear_ring.py says why, and what becomes of rows of W and of x; linear_gemv_packed.py how words of W
-are multiplied. Here the words and their scales pass through the ring, and registers hold those of one
-step.
+linear_ring.py says why, and what becomes of x; linear_gemv_packed.py how words of W are multiplied.
+Here words and their scales pass through the ring, and registers hold those of one step.
 """
 
 from __future__ import annotations
@@ -181,9 +180,7 @@ def _linear_ring_packed_kernel(
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _inputs(
-        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS
-    )
+    parts = _inputs(x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS)
     for i in gl.static_range(LOADS):
         values = parts[i].to(DTYPE).reshape([_PART_BLOCKS, 1, _BLOCK])
         x_parts.index(i).store(values)
