@@ -304,7 +304,13 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
     return extreme
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Any:
+def _load(
+    pointer: Pointer,
+    mask: Any = None,
+    other: float = 0.0,
+    cache_modifier: str = "",
+    volatile: bool = False,
+) -> Any:
     offset = torch.as_tensor(pointer.offset)
     if mask is None:
         return block(pointer.memory[offset])

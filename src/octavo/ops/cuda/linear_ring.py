@@ -47,6 +47,7 @@ class Ring:
     rows: int  # of W, or of each half, in a block
     fold: int  # pieces of each, at least 8
     stages: int  # blocks in shared memory
+    pause: int = 0  # nanoseconds between the loads of two blocks before the wait
     units: int = 0  # of `rows` rows behind the first that are fetched to the L2 cache
 
 
@@ -119,6 +120,7 @@ def linear_ring(
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
+        PAUSE=ring.pause,
         UNITS=ring.units,
         LOADS=triton.cdiv(size, loaded * _WIDTH.value) * (loaded // _PIECE_ROWS.value),
         BLOCKS=triton.cdiv(size, ring.fold * _WIDTH.value),
@@ -132,15 +134,9 @@ def linear_ring(
 
 
 @gluon.jit
-def _fetch(weight, tiles, ready, i, num_rows, BLOCKS: gl.constexpr, GATED: gl.constexpr):
-    """Load the program's i-th block of W."""
+def _fetch(weight, tiles, ready, stage, row, piece, num_rows, GATED: gl.constexpr):
+    """Load a block of W."""
     HALVES: gl.constexpr = 2 if GATED else 1
-    STAGES: gl.constexpr = ready.shape[0]
-    ROWS: gl.constexpr = weight.block_type.shape[0]
-    FOLD: gl.constexpr = weight.block_type.shape[1]
-    stage = i % STAGES
-    row = (gl.program_id(0) + i // BLOCKS * gl.num_programs(0)) * ROWS
-    piece = i % BLOCKS * FOLD
     mbarrier.expect(ready.index(stage), HALVES * weight.block_type.nbytes)
     _fetch_tile(weight, [row, piece, 0], ready.index(stage), tiles.index(stage * HALVES))
     if GATED:
@@ -149,7 +145,27 @@ def _fetch(weight, tiles, ready, i, num_rows, BLOCKS: gl.constexpr, GATED: gl.co
 
 
 @gluon.jit
-def _fetch_to_l2(start, row, size, ROWS: gl.constexpr):
+def _following(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+    """Where the program's next block of W is."""
+    is_last = piece == (BLOCKS - 1) * FOLD
+    row = gl.where(is_last, row + gl.num_programs(0) * ROWS, row)
+    return row, gl.where(is_last, 0, piece + FOLD)
+
+
+@gluon.jit
+def _pause(nanoseconds):
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 $1; mov.b32 $0, 0;",
+        "=r,r",
+        [nanoseconds],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fetch_to_l2(start, row, size, ROWS: gl.constexpr, PAUSE: gl.constexpr):
     """Have rows of W on their way to the L2 cache."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lines = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT) * _WIDTH
@@ -163,6 +179,8 @@ def _fetch_to_l2(start, row, size, ROWS: gl.constexpr):
             is_pure=False,
             pack=1,
         )
+        if PAUSE > 0:
+            _pause(first * 0 + PAUSE)
 
 
 @gluon.jit
@@ -172,7 +190,8 @@ def _parts(source, size, LOADS: gl.constexpr, LAYOUT: gl.constexpr):
     if source is not None:
         for i in gl.static_range(LOADS):
             place = _place(i, LAYOUT)
-            part = gl.load(source + place, mask=place < size, other=0.0)
+            # Volatile: the compiler keeps the order of loads.
+            part = gl.load(source + place, mask=place < size, other=0.0, volatile=True)
             found += (part,)  # type: ignore[assignment]
     return found
 
@@ -218,9 +237,9 @@ def _inputs(
     LAYOUT: gl.constexpr,
 ):
     """The parts of x, or with `weights` of its norm, as of DeferredNorm."""
-    parts = _parts(x, size, LOADS, LAYOUT)
-    # All that the preceding kernels wrote is asked for before a sum, for which threads wait.
+    # What is used last is asked for first: all is, then, before a sum, for which threads wait.
     before = _parts(residual, size, LOADS, LAYOUT)
+    parts = _parts(x, size, LOADS, LAYOUT)
     if len(branch_weights) > 0:
         parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
     if residual is not None:
@@ -265,6 +284,7 @@ def _linear_ring_kernel(
     eps,
     OFFSET: gl.constexpr,
     STAGES: gl.constexpr,
+    PAUSE: gl.constexpr,
     UNITS: gl.constexpr,
     LOADS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -305,14 +325,19 @@ def _linear_ring_kernel(
     fence_async_shared()
     num_units = gl.cdiv(gl.cdiv(num_rows, ROWS) - gl.program_id(0), gl.num_programs(0))
     count = num_units * BLOCKS
-    for first in range(gl.minimum(count, STAGES)):
-        _fetch(weight, tiles, ready, first, num_rows, BLOCKS, GATED)
+    row = gl.program_id(0) * ROWS
+    piece = 0
+    for stage in range(gl.minimum(count, STAGES)):
+        _fetch(weight, tiles, ready, stage, row, piece, num_rows, GATED)
+        row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
+        if PAUSE > 0:
+            _pause(stage * 0 + PAUSE)
     for i in gl.static_range(UNITS):
         later = (gl.program_id(0) + (1 + i) * gl.num_programs(0)) * ROWS
         later = gl.minimum(later, num_rows - ROWS)
-        _fetch_to_l2(start, later, size, ROWS)
+        _fetch_to_l2(start, later, size, ROWS, PAUSE)
         if GATED:
-            _fetch_to_l2(start, later + num_rows, size, ROWS)
+            _fetch_to_l2(start, later + num_rows, size, ROWS, PAUSE)
     weights = _parts(norm_weight, size, LOADS, PARTS)
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
@@ -322,30 +347,38 @@ def _linear_ring_kernel(
         x_parts.index(i).store(parts[i].to(DTYPE))
     fence_async_shared()
     _barrier()
+    missing = count - STAGES  # blocks that are not asked for
+    place = 0  # in the ring
+    phase = 0
+    before = STAGES - 1
     for unit in range(num_units):
         acc = gl.zeros([ROWS * FOLD, FOLD], gl.float32, SUMS)
         up = acc
         for block in range(BLOCKS):
-            step = unit * BLOCKS + block
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            mbarrier.wait(ready.index(place), phase)
             inputs = right.index(block).permute((1, 0))
-            acc = warpgroup_mma(left.index(stage * HALVES), inputs, acc, is_async=True)
+            acc = warpgroup_mma(left.index(place * HALVES), inputs, acc, is_async=True)
             if GATED:
-                up = warpgroup_mma(left.index(stage * HALVES + 1), inputs, up, is_async=True)
+                up = warpgroup_mma(left.index(place * HALVES + 1), inputs, up, is_async=True)
                 acc, up = warpgroup_mma_wait(2, deps=[acc, up])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
-            if (step > 0) & (step - 1 + STAGES < count):
+            if (missing > 0) & (unit + block > 0):
                 _barrier()  # All warps are done with the block before: its place is free.
-                _fetch(weight, tiles, ready, step - 1 + STAGES, num_rows, BLOCKS, GATED)
+                _fetch(weight, tiles, ready, before, row, piece, num_rows, GATED)
+                row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
+                missing -= 1
+            before = place
+            is_end = place == STAGES - 1
+            place = gl.where(is_end, 0, place + 1)
+            phase = gl.where(is_end, 1 - phase, phase)
         if GATED:
             acc, up = warpgroup_mma_wait(0, deps=[acc, up])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
         y = _by_row(acc, FOLD)
-        row = (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
-        rows = row + gl.arange(0, ROWS, layout=y.type.layout)
+        first = (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
+        rows = first + gl.arange(0, ROWS, layout=y.type.layout)
         if HAS_BIAS:
             y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
         if GATED:
