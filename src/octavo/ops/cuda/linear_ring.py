@@ -37,6 +37,15 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 _WIDTH = tl.constexpr(64)  # inputs of a piece: 128 bytes, as wide as shared memory
+_CHUNK = tl.constexpr(4096)  # weights that are fetched to the L2 cache at once
+_PREFETCH = tl.constexpr("""{
+    .reg .pred p;
+    .reg .u32 t;
+    mov.u32 t, %tid.x;
+    setp.eq.u32 p, t, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, 0;
+}""")
 _PIECE_ROWS = tl.constexpr(16)  # pieces that are loaded at once: 16 bytes of each thread
 
 
@@ -167,14 +176,12 @@ def _pause(nanoseconds):
 @gluon.jit
 def _fetch_to_l2(start, row, size, ROWS: gl.constexpr, PAUSE: gl.constexpr):
     """Have rows of W on their way to the L2 cache."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lines = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT) * _WIDTH
-    for first in range(0, ROWS * size, 32 * gl.num_warps() * _WIDTH):
-        offsets = gl.minimum(first + lines, ROWS * size - 1)
+    rows = start + row.to(gl.int64) * size
+    for first in range(0, ROWS * size, _CHUNK):
         gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [start + row.to(gl.int64) * size + offsets],
+            _PREFETCH,
+            "=r,l,r",
+            [rows + first, gl.minimum(ROWS * size - first, _CHUNK) * 2],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -335,9 +342,9 @@ def _linear_ring_kernel(
     for i in gl.static_range(UNITS):
         later = (gl.program_id(0) + (1 + i) * gl.num_programs(0)) * ROWS
         later = gl.minimum(later, num_rows - ROWS)
-        _fetch_to_l2(start, later, size, ROWS, PAUSE)
+        _fetch_to_l2(start, later, size, ROWS, PAUSE // 2)
         if GATED:
-            _fetch_to_l2(start, later + num_rows, size, ROWS, PAUSE)
+            _fetch_to_l2(start, later + num_rows, size, ROWS, PAUSE // 2)
     weights = _parts(norm_weight, size, LOADS, PARTS)
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
