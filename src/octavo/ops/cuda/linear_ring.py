@@ -62,6 +62,7 @@ class Ring:
 
 _MEMORY = 94 << 10  # bytes: two programs, and one of attention, share an SM's 227 KB
 _BLOCKS = ((8, 8), (4, 16))  # rows and pieces of a block
+_PAUSE = 150  # nanoseconds for each tile
 _FEW_ROWS = 1024
 _MANY_ROWS = 65536
 
@@ -86,7 +87,7 @@ def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> 
     part = _PIECE_ROWS.value * _WIDTH.value
     of_inputs = 2 * part * triton.cdiv(size, part)
     stages = (_MEMORY - of_inputs) // (2 * rows * fold * _WIDTH.value * halves)
-    return Ring(rows, fold, stages) if stages > 2 else None
+    return Ring(rows, fold, stages, _PAUSE * halves) if stages > 2 else None
 
 
 def linear_ring(
