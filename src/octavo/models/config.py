@@ -66,6 +66,15 @@ class LayerConfig:
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
 
+    @property
+    def has_small_kernels(self) -> bool:
+        """Whether one token's attention takes little shared memory, and projections norm their
+        inputs: see make_linear_kernel."""
+        attention = self.attention
+        is_alone = attention.shard.size == 1 and self.cross_attention is None
+        norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
+        return is_alone and norms_inputs and attention.num_kv_heads <= 8
+
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""
         cross = self.cross_attention

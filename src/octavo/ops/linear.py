@@ -85,12 +85,16 @@ class TorchLinear:
         return F.linear(x, self._weight, bias)
 
 
-def make_linear_kernel(weight: Tensor) -> LinearKernel:
-    """The fastest kernel for W [out_features, in_features] on its device."""
+def make_linear_kernel(weight: Tensor, has_small_neighbours: bool = False) -> LinearKernel:
+    """The fastest kernel for W [out_features, in_features] on its device.
+
+    has_small_neighbours: with one token, kernels before and after it leave most of a GPU's shared
+        memory free.
+    """
     if weight.device.type == "cuda":
         from octavo.ops.cuda.linear import CudaLinear
 
-        return CudaLinear(weight)
+        return CudaLinear(weight, has_small_neighbours)
     if has_numba_kernel(weight):
         from octavo.ops.cpu.linear import PackedLinear
 

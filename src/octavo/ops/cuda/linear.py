@@ -1,9 +1,9 @@
 """y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token is a GEMV (linear_ring.py on Hopper, elsewhere linear_gemv.py). Up to 128 tokens on Hopper
-are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py chooses; all are bound by
-reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two
-products rather than one.
+One token is a GEMV (linear_gemv.py; on Hopper, beside small kernels, linear_ring.py). Up to 128
+tokens on Hopper are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py chooses;
+all are bound by reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS, for some
+shapes as two products rather than one.
 
 A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
 as in linear_table.py, but never on the values of the other tokens. Split-K partial sums are added
@@ -13,7 +13,7 @@ in a fixed order, so the same call gives the same bits.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
-
-if TYPE_CHECKING:
-    from octavo.ops.cuda.linear_ring import Ring
 
 # Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
 # their sum does (benchmarks/logits_error.py).
@@ -47,28 +44,43 @@ class CudaLinear:
 
     keeps_weight = True
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, has_small_neighbours: bool = False) -> None:
+        """has_small_neighbours: see make_linear_kernel."""
         self._weight = weight
+        self._is_in_ring = has_small_neighbours and _takes_ring(weight)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
+        if self._is_in_ring and len(x) == 1:
+            return self._apply_ring(x, bias, epilogue)
         return linear(x, self._weight, bias, epilogue)
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
+        if self._is_in_ring and len(x) == 1:
+            return self._apply_ring(x, bias, Epilogue.NONE)
         return linear_partial(x, self._weight, bias)
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
         is_served = num_tokens == 1 and self._weight.is_contiguous()
         num_rows, size = self._weight.shape
-        if is_served and _ring(self._weight, self._weight, is_gated=False) is not None:
-            return True
-        return is_served and pays_to_norm(num_rows, size, norms_branch)
+        return is_served and (self._is_in_ring or pays_to_norm(num_rows, size, norms_branch))
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""
-        return _linear_one(x, self._weight, bias, epilogue)
+        if self._is_in_ring:
+            return self._apply_ring(x, bias, epilogue)
+        return linear_one(x, self._weight, bias, epilogue)
+
+    def _apply_ring(
+        self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
+    ) -> Tensor:
+        from octavo.ops.cuda.linear_ring import choose_ring, linear_ring
+
+        num_programs = _num_sms(self._weight.device)
+        ring = choose_ring(*self._weight.shape, epilogue.is_gated, num_programs)
+        return linear_ring(x, self._weight, bias, epilogue, ring, num_programs)
 
 
 def linear(
@@ -90,7 +102,7 @@ def linear(
     """
     num_tokens, size = x.shape
     if num_tokens == 1 and _is_dense(x, weight):
-        return _linear_one(x, weight, bias, epilogue)
+        return linear_one(x, weight, bias, epilogue)
     num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     tiles = choose_tiles(num_tokens, num_rows, size, epilogue) if _is_fast(x, weight) else None
     if tiles is None:
@@ -125,25 +137,12 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return out
 
 
-def _linear_one(
-    x: Tensor | DeferredNorm, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
-) -> Tensor:
-    given = x.x if isinstance(x, DeferredNorm) else x
-    ring = _ring(given, weight, epilogue.is_gated)
-    if ring is None:
-        return linear_one(x, weight, bias, epilogue)
-    from octavo.ops.cuda.linear_ring import linear_ring
+def _takes_ring(weight: Tensor) -> bool:
+    if not _is_fast(weight, weight):
+        return False
+    from octavo.ops.cuda.linear_ring import takes_ring
 
-    return linear_ring(x, weight, bias, epilogue, ring, _num_sms(weight.device))
-
-
-def _ring(x: Tensor, weight: Tensor, is_gated: bool) -> Ring | None:
-    """What linear_ring.py takes for one token, if it does."""
-    if not _is_fast(x, weight):
-        return None
-    from octavo.ops.cuda.linear_ring import choose_ring
-
-    return choose_ring(*weight.shape, is_gated, _num_sms(weight.device))
+    return takes_ring(*weight.shape)
 
 
 @cache

@@ -37,15 +37,6 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 _WIDTH = tl.constexpr(64)  # inputs of a piece: 128 bytes, as wide as shared memory
-_CHUNK = tl.constexpr(4096)  # weights that are fetched to the L2 cache at once
-_PREFETCH = tl.constexpr("""{
-    .reg .pred p;
-    .reg .u32 t;
-    mov.u32 t, %tid.x;
-    setp.eq.u32 p, t, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;
-}""")
 _PIECE_ROWS = tl.constexpr(16)  # pieces that are loaded at once: 16 bytes of each thread
 
 
@@ -56,38 +47,40 @@ class Ring:
     rows: int  # of W, or of each half, in a block
     fold: int  # pieces of each, at least 8
     stages: int  # blocks in shared memory
-    pause: int = 0  # nanoseconds between the loads of two blocks before the wait
-    units: int = 0  # of `rows` rows behind the first that are fetched to the L2 cache
+    pause: int = 0  # nanoseconds after each block that is loaded before the wait
 
 
-_MEMORY = 94 << 10  # bytes: two programs, and one of attention, share an SM's 227 KB
-_BLOCKS = ((8, 8), (4, 16))  # rows and pieces of a block
+# Bytes: of two programs with one of attention, which an SM's 227 KB hold. Of gates and ups, whose
+# weights come after attention and the output projection, as many as there is room for.
+_MEMORY, _GATED_MEMORY = 94 << 10, 94 << 10
 _PAUSE = 150  # nanoseconds for each tile
-_FEW_ROWS = 1024
-_MANY_ROWS = 65536
+_TILES = ((8, 8), (4, 16))  # rows and pieces
+_FEWEST_ROWS, _MOST_INPUTS = 1024, 20480
+
+
+def takes_ring(num_rows: int, size: int) -> bool:
+    """Whether the kernel takes W [num_rows, size], and its programs have enough to do."""
+    return size % _WIDTH.value == 0 and num_rows >= _FEWEST_ROWS and size <= _MOST_INPUTS
 
 
 @cache
-def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> Ring | None:
-    """For W [num_rows, size], half of whose rows are gates with `is_gated`; None: a GEMV of many
-    small programs is as good, or takes shapes that this kernel does not."""
-    if size % _WIDTH.value or not _FEW_ROWS <= num_rows <= _MANY_ROWS:
-        return None
-    own_rows, halves = (num_rows // 2, 2) if is_gated else (num_rows, 1)
+def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> Ring:
+    """For W [num_rows, size], half of whose rows are gates with `is_gated`."""
+    halves = 2 if is_gated else 1
 
-    def share(block: tuple[int, int]) -> float:
-        """The share of SMs that have work to the end, times that of blocks that is no padding."""
-        rows, fold = block
-        units, width = triton.cdiv(own_rows, rows), fold * _WIDTH.value
+    def share(tile: tuple[int, int]) -> float:
+        """Of SMs that have work to the end, times that of columns that are no padding."""
+        rows, fold = tile
+        units, width = triton.cdiv(num_rows // halves, rows), fold * _WIDTH.value
         waves = triton.cdiv(units, num_programs)
         busy: float = units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
         return busy
 
-    rows, fold = max(_BLOCKS, key=share)
+    rows, fold = max(_TILES, key=share)
     part = _PIECE_ROWS.value * _WIDTH.value
     of_inputs = 2 * part * triton.cdiv(size, part)
-    stages = (_MEMORY - of_inputs) // (2 * rows * fold * _WIDTH.value * halves)
-    return Ring(rows, fold, stages, _PAUSE * halves) if stages > 2 else None
+    memory = (_GATED_MEMORY if is_gated else _MEMORY) - of_inputs
+    return Ring(rows, fold, memory // (2 * rows * fold * _WIDTH.value * halves), _PAUSE * halves)
 
 
 def linear_ring(
@@ -122,7 +115,6 @@ def linear_ring(
         None if norm is None else norm.total,
         None if norm is None else norm.branch_weight,
         TensorDescriptor.from_tensor(pieces, block, layout),
-        weight,
         bias,
         out,
         num_rows,
@@ -131,7 +123,6 @@ def linear_ring(
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
         PAUSE=ring.pause,
-        UNITS=ring.units,
         LOADS=triton.cdiv(size, loaded * _WIDTH.value) * (loaded // _PIECE_ROWS.value),
         BLOCKS=triton.cdiv(size, ring.fold * _WIDTH.value),
         EPILOGUE=int(epilogue),
@@ -172,23 +163,6 @@ def _pause(nanoseconds):
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def _fetch_to_l2(start, row, size, ROWS: gl.constexpr, PAUSE: gl.constexpr):
-    """Have rows of W on their way to the L2 cache."""
-    rows = start + row.to(gl.int64) * size
-    for first in range(0, ROWS * size, _CHUNK):
-        gl.inline_asm_elementwise(
-            _PREFETCH,
-            "=r,l,r",
-            [rows + first, gl.minimum(ROWS * size - first, _CHUNK) * 2],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        if PAUSE > 0:
-            _pause(first * 0 + PAUSE)
 
 
 @gluon.jit
@@ -284,7 +258,6 @@ def _linear_ring_kernel(
     total,
     branch_weight,
     weight,
-    start,
     bias,
     out,
     num_rows,
@@ -293,7 +266,6 @@ def _linear_ring_kernel(
     OFFSET: gl.constexpr,
     STAGES: gl.constexpr,
     PAUSE: gl.constexpr,
-    UNITS: gl.constexpr,
     LOADS: gl.constexpr,
     BLOCKS: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -340,12 +312,6 @@ def _linear_ring_kernel(
         row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
         if PAUSE > 0:
             _pause(stage * 0 + PAUSE)
-    for i in gl.static_range(UNITS):
-        later = (gl.program_id(0) + (1 + i) * gl.num_programs(0)) * ROWS
-        later = gl.minimum(later, num_rows - ROWS)
-        _fetch_to_l2(start, later, size, ROWS, PAUSE // 2)
-        if GATED:
-            _fetch_to_l2(start, later + num_rows, size, ROWS, PAUSE // 2)
     weights = _parts(norm_weight, size, LOADS, PARTS)
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
