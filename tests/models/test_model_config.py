@@ -20,6 +20,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.parallel import Shard
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -1202,6 +1203,19 @@ def test_needs_no_torch(tmp_path: Path) -> None:
     ],
 )
 def test_configs_for_benchmarks(name: str, millions: float) -> None:
-    directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name
-    config = read_model_config(directory)
+    config = read_model_config(BENCHMARKED / name)
     assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("gemma-3-4b", 1, True),
+        ("llama-3-8b", 1, True),
+        ("llama-3-70b", 2, False),  # a norm adds up the ranks' sums
+        ("opt-13b", 1, False),  # layer norms, and attention of 40 heads
+    ],
+)
+def test_layers_of_small_kernels(name: str, ranks: int, expected: bool) -> None:
+    config = read_model_config(BENCHMARKED / name).sharded(Shard(0, ranks))
+    assert {layer.has_small_kernels for layer in config.layers} == {expected}
