@@ -540,6 +540,9 @@ BLOOM_560M = {
 }
 
 
+BENCHMARKED = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
 def write(
     directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None
 ) -> Path:
