@@ -148,8 +148,8 @@ def projections() -> None:
         cuda_linear.linear(x[:1], weight[: 2 if epilogue.is_gated else 1], None, epilogue)
         for norm in norms:
             linear_one(norm, weight, None, epilogue)
-            linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4), 132)
-        linear_ring(row, weight, None, epilogue, Ring(4, 16, 4), 132)
+            linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4, 150), 132)
+        linear_ring(row, weight, None, epilogue, Ring(4, 16, 4, 150), 132)
         out = x.new_empty((16, 64 if epilogue.is_gated else 128))
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
         assert tiles is not None

@@ -88,7 +88,7 @@ def ring_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.GELU_TANH_MUL])
 @pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize(("num_rows", "size"), [(6, 64), (70, 1152)])
-@pytest.mark.parametrize("ring", [Ring(8, 8, 3), Ring(4, 16, 2)])
+@pytest.mark.parametrize("ring", [Ring(8, 8, 3, 150), Ring(4, 16, 2, 150)])
 def test_one_token_by_a_ring(
     device: torch.device,
     ring: Ring,
@@ -106,7 +106,7 @@ def test_one_token_by_a_ring(
 
 
 def by_a_ring(weight: Tensor, given: DeferredNorm, bias: Tensor, epilogue: Epilogue) -> Tensor:
-    return linear_ring(given, weight, bias, epilogue, Ring(4, 16, 3), num_programs=3)
+    return linear_ring(given, weight, bias, epilogue, Ring(4, 16, 3, 150), num_programs=3)
 
 
 @pytest.mark.usefixtures("ring_kernel")

@@ -37,7 +37,8 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 _WIDTH = tl.constexpr(64)  # inputs of a piece: 128 bytes, as wide as shared memory
-_PIECE_ROWS = tl.constexpr(16)  # pieces that are loaded at once: 16 bytes of each thread
+_PIECE_ROWS = tl.constexpr(16)  # pieces of x that are loaded at once: 16 bytes of each thread
+_PART = _PIECE_ROWS.value * _WIDTH.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Ring:
     """What a program of the kernel takes."""
 
     rows: int  # of W, or of each half, in a block
-    fold: int  # pieces of each, at least 8
+    fold: int  # pieces of each: 8 or 16
     stages: int  # blocks in shared memory
-    pause: int = 0  # nanoseconds after each block that is loaded before the wait
+    pause: int  # nanoseconds after each block that is loaded before the wait
 
 
 # Bytes: of two programs with one of attention, which an SM's 227 KB hold. Of gates and ups, whose
@@ -77,9 +78,7 @@ def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> 
         return busy
 
     rows, fold = max(_TILES, key=share)
-    part = _PIECE_ROWS.value * _WIDTH.value
-    of_inputs = 2 * part * triton.cdiv(size, part)
-    memory = (_GATED_MEMORY if is_gated else _MEMORY) - of_inputs
+    memory = (_GATED_MEMORY if is_gated else _MEMORY) - 2 * _PART * triton.cdiv(size, _PART)
     return Ring(rows, fold, memory // (2 * rows * fold * _WIDTH.value * halves), _PAUSE * halves)
 
 
@@ -105,7 +104,6 @@ def linear_ring(
     out = x.new_empty((1, num_rows))
     elements = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     block = [ring.rows, ring.fold, _WIDTH.value]
-    loaded = max(ring.fold, _PIECE_ROWS.value)
     layout = gl.NVMMASharedLayout.get_default_for(block, elements)
     pieces = weight.view(len(weight), size // _WIDTH.value, _WIDTH.value)
     _linear_ring_kernel[(num_programs,)](
@@ -122,8 +120,8 @@ def linear_ring(
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
-        PAUSE=ring.pause,
-        LOADS=triton.cdiv(size, loaded * _WIDTH.value) * (loaded // _PIECE_ROWS.value),
+        PAUSE=f"nanosleep.u32 {ring.pause}; mov.b32 $0, 0;",
+        LOADS=triton.cdiv(size, _PART),
         BLOCKS=triton.cdiv(size, ring.fold * _WIDTH.value),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
@@ -151,18 +149,6 @@ def _following(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.co
     is_last = piece == (BLOCKS - 1) * FOLD
     row = gl.where(is_last, row + gl.num_programs(0) * ROWS, row)
     return row, gl.where(is_last, 0, piece + FOLD)
-
-
-@gluon.jit
-def _pause(nanoseconds):
-    gl.inline_asm_elementwise(
-        "nanosleep.u32 $1; mov.b32 $0, 0;",
-        "=r,r",
-        [nanoseconds],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -277,6 +263,7 @@ def _linear_ring_kernel(
 
     Args:
         weight: descriptor of W [num_rows or 2 * num_rows, pieces, 64].
+        PAUSE: what is done between loads before the wait, in PTX.
         LOADS: parts in which x is loaded.
         BLOCKS: blocks of a row of W.
     """
@@ -310,8 +297,8 @@ def _linear_ring_kernel(
     for stage in range(gl.minimum(count, STAGES)):
         _fetch(weight, tiles, ready, stage, row, piece, num_rows, GATED)
         row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
-        if PAUSE > 0:
-            _pause(stage * 0 + PAUSE)
+        if PDL:
+            gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     weights = _parts(norm_weight, size, LOADS, PARTS)
     branch_weights = _parts(branch_weight, size, LOADS, PARTS)
     if PDL:
@@ -322,18 +309,18 @@ def _linear_ring_kernel(
     fence_async_shared()
     _barrier()
     missing = count - STAGES  # blocks that are not asked for
-    place = 0  # in the ring
+    stage = 0
     phase = 0
     before = STAGES - 1
     for unit in range(num_units):
         acc = gl.zeros([ROWS * FOLD, FOLD], gl.float32, SUMS)
         up = acc
         for block in range(BLOCKS):
-            mbarrier.wait(ready.index(place), phase)
+            mbarrier.wait(ready.index(stage), phase)
             inputs = right.index(block).permute((1, 0))
-            acc = warpgroup_mma(left.index(place * HALVES), inputs, acc, is_async=True)
+            acc = warpgroup_mma(left.index(stage * HALVES), inputs, acc, is_async=True)
             if GATED:
-                up = warpgroup_mma(left.index(place * HALVES + 1), inputs, up, is_async=True)
+                up = warpgroup_mma(left.index(stage * HALVES + 1), inputs, up, is_async=True)
                 acc, up = warpgroup_mma_wait(2, deps=[acc, up])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -342,9 +329,9 @@ def _linear_ring_kernel(
                 _fetch(weight, tiles, ready, before, row, piece, num_rows, GATED)
                 row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
                 missing -= 1
-            before = place
-            is_end = place == STAGES - 1
-            place = gl.where(is_end, 0, place + 1)
+            before = stage
+            is_end = stage == STAGES - 1
+            stage = gl.where(is_end, 0, stage + 1)
             phase = gl.where(is_end, 1 - phase, phase)
         if GATED:
             acc, up = warpgroup_mma_wait(0, deps=[acc, up])
