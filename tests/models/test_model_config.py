@@ -1216,9 +1216,9 @@ def test_configs_for_benchmarks(name: str, millions: float) -> None:
         ("gemma-3-4b", 1, True),
         ("llama-3-8b", 1, True),
         ("llama-3-70b", 2, False),  # a norm adds up the ranks' sums
-        ("opt-13b", 1, False),  # layer norms, and attention of 40 heads
+        ("opt-13b", 1, False),  # layer norms
     ],
 )
-def test_layers_of_small_kernels(name: str, ranks: int, expected: bool) -> None:
+def test_which_projections_are_a_chain(name: str, ranks: int, expected: bool) -> None:
     config = read_model_config(BENCHMARKED / name).sharded(Shard(0, ranks))
-    assert {layer.has_small_kernels for layer in config.layers} == {expected}
+    assert {layer.chains_projections for layer in config.layers} == {expected}

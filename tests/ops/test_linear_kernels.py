@@ -301,7 +301,7 @@ class TestOnGpu:
         num_rows, size, epilogue = shape
         rows = num_rows * 2 if epilogue.is_gated else num_rows
         x, weight, bias = operands(1, rows, size, torch.bfloat16, self.DEVICE)
-        actual = CudaLinear(weight, has_small_neighbours=True).apply(x, bias, epilogue)
+        actual = CudaLinear(weight, is_chained=True).apply(x, bias, epilogue)
         assert_close(actual, expected(x, weight, bias, epilogue), torch.bfloat16)
 
     @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 2048), (28672, 4096)])

@@ -45,7 +45,7 @@ class LinearMethod(WeightOwner):
     gate and up, in a block without a gate), the first are meant.
     """
 
-    has_small_neighbours = False
+    is_chained = False
     """See make_linear_kernel; set before `finalize`."""
 
     def finalize(self) -> None:
@@ -179,7 +179,7 @@ class PlainLinear(Projection):
         """
         assert self.weight is not None, "finalize is called once"
         weight = self.weight.detach()
-        self._compute_with(make_linear_kernel(weight, self.has_small_neighbours))
+        self._compute_with(make_linear_kernel(weight, self.is_chained))
         if not self._kernel.keeps_weight:
             self.weight = None
 

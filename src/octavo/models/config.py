@@ -67,13 +67,12 @@ class LayerConfig:
     kv_spec: KVSpec | None = None
 
     @property
-    def has_small_kernels(self) -> bool:
-        """Whether one token's attention takes little shared memory, and projections norm their
-        inputs: see make_linear_kernel."""
-        attention = self.attention
-        is_alone = attention.shard.size == 1 and self.cross_attention is None
+    def chains_projections(self) -> bool:
+        """Whether nothing but attention comes between the projections of one token, because they
+        norm their inputs themselves (NormingKernel)."""
         norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
-        return is_alone and norms_inputs and attention.num_kv_heads <= 8
+        is_alone = self.attention.shard.size == 1 and self.cross_attention is None
+        return norms_inputs and is_alone and self.attention.width_norm is None
 
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""

@@ -57,9 +57,9 @@ class DecoderLayer(nn.Module):
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
-        if isinstance(self.mlp, DenseMLP) and config.has_small_kernels:
+        if isinstance(self.mlp, DenseMLP) and config.chains_projections:
             for each in (self.attention.qkv, self.attention.output, self.mlp.up, self.mlp.down):
-                each.has_small_neighbours = True
+                each.is_chained = True
         self.branch_norm = None
 
     @staticmethod

@@ -85,16 +85,15 @@ class TorchLinear:
         return F.linear(x, self._weight, bias)
 
 
-def make_linear_kernel(weight: Tensor, has_small_neighbours: bool = False) -> LinearKernel:
+def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] on its device.
 
-    has_small_neighbours: with one token, kernels before and after it leave most of a GPU's shared
-        memory free.
+    is_chained: of one token, nothing but attention comes between this product and such others.
     """
     if weight.device.type == "cuda":
         from octavo.ops.cuda.linear import CudaLinear
 
-        return CudaLinear(weight, has_small_neighbours)
+        return CudaLinear(weight, is_chained)
     if has_numba_kernel(weight):
         from octavo.ops.cpu.linear import PackedLinear
 

@@ -1,9 +1,9 @@
 """y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token is a GEMV (linear_gemv.py; on Hopper, beside small kernels, linear_ring.py). Up to 128
-tokens on Hopper are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py chooses;
-all are bound by reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS, for some
-shapes as two products rather than one.
+One token is a GEMV (linear_gemv.py; on Hopper, of products that follow each other, linear_ring.py).
+Up to 128 tokens on Hopper are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py
+chooses; all are bound by reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS,
+for some shapes as two products rather than one.
 
 A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
 as in linear_table.py, but never on the values of the other tokens. Split-K partial sums are added
@@ -44,10 +44,10 @@ class CudaLinear:
 
     keeps_weight = True
 
-    def __init__(self, weight: Tensor, has_small_neighbours: bool = False) -> None:
-        """has_small_neighbours: see make_linear_kernel."""
+    def __init__(self, weight: Tensor, is_chained: bool = False) -> None:
+        """is_chained: see make_linear_kernel."""
         self._weight = weight
-        self._is_in_ring = has_small_neighbours and _takes_ring(weight)
+        self._is_in_ring = is_chained and _takes_ring(weight)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""

@@ -51,9 +51,10 @@ class Ring:
     pause: int  # nanoseconds after each block that is loaded before the wait
 
 
-# Bytes: of two programs with one of attention, which an SM's 227 KB hold. Of gates and ups, whose
-# weights come after attention and the output projection, as many as there is room for.
-_MEMORY, _GATED_MEMORY = 94 << 10, 94 << 10
+# Bytes, and bytes of gates and ups, which are on their way during attention: with an output
+# projection's they fit on an SM beside a program of attention (35 KB).
+_MEMORY, _GATED_MEMORY = 94 << 10, 103 << 10
+_MOST_STAGES = 10
 _PAUSE = 150  # nanoseconds for each tile
 _TILES = ((8, 8), (4, 16))  # rows and pieces
 _FEWEST_ROWS, _MOST_INPUTS = 1024, 20480
@@ -79,7 +80,8 @@ def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> 
 
     rows, fold = max(_TILES, key=share)
     memory = (_GATED_MEMORY if is_gated else _MEMORY) - 2 * _PART * triton.cdiv(size, _PART)
-    return Ring(rows, fold, memory // (2 * rows * fold * _WIDTH.value * halves), _PAUSE * halves)
+    stages = memory // (2 * rows * fold * _WIDTH.value * halves)
+    return Ring(rows, fold, min(stages, _MOST_STAGES), _PAUSE * halves)
 
 
 def linear_ring(
