@@ -20,6 +20,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.parallel import Shard
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -537,6 +538,9 @@ BLOOM_560M = {
     "seq_length": 2048,
     "vocab_size": 250880,
 }
+
+
+BENCHMARKED = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 def write(
@@ -1202,6 +1206,19 @@ def test_needs_no_torch(tmp_path: Path) -> None:
     ],
 )
 def test_configs_for_benchmarks(name: str, millions: float) -> None:
-    directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name
-    config = read_model_config(directory)
+    config = read_model_config(BENCHMARKED / name)
     assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("gemma-3-4b", 1, True),
+        ("llama-3-8b", 1, True),
+        ("llama-3-70b", 2, False),  # a norm adds up the ranks' sums
+        ("opt-13b", 1, False),  # layer norms
+    ],
+)
+def test_which_projections_are_a_chain(name: str, ranks: int, expected: bool) -> None:
+    config = read_model_config(BENCHMARKED / name).sharded(Shard(0, ranks))
+    assert {layer.chains_projections for layer in config.layers} == {expected}

@@ -129,6 +129,7 @@ def projections() -> None:
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
     from octavo.ops.cuda.linear_gemv import linear_one
+    from octavo.ops.cuda.linear_ring import Ring, linear_ring
     from octavo.ops.cuda.linear_table import choose_tiles
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.norm import DeferredNorm
@@ -147,6 +148,8 @@ def projections() -> None:
         cuda_linear.linear(x[:1], weight[: 2 if epilogue.is_gated else 1], None, epilogue)
         for norm in norms:
             linear_one(norm, weight, None, epilogue)
+            linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4, 150), 132)
+        linear_ring(row, weight, None, epilogue, Ring(4, 16, 4, 150), 132)
         out = x.new_empty((16, 64 if epilogue.is_gated else 128))
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
         assert tiles is not None

@@ -1,7 +1,8 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_gemv_packed.py, experts_hopper.py, experts_mx_hopper.py and experts_one_mx.py use.
+linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py and experts_one_mx.py
+use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory; programs run one after the other.
@@ -9,6 +10,7 @@ threads, and wait for each other at the barriers in shared memory; programs run 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -36,6 +38,7 @@ LAYOUTS = (
     "DistributedLinearLayout",
     "DotOperandLayout",
     "NVMMADistributedLayout",
+    "NVMMASharedLayout",
     "SliceLayout",
     "SwizzledSharedLayout",
 )
@@ -102,10 +105,10 @@ class Shared:
 class Descriptor:
     """What TMA fetches blocks of."""
 
-    def __init__(self, matrix: Tensor, rows: int, columns: int) -> None:
+    def __init__(self, matrix: Tensor, *shape: int) -> None:
         self.matrix, self.dtype, self.layout = matrix, matrix.dtype, None
-        nbytes = rows * columns * matrix.element_size()
-        self.block_type = SimpleNamespace(shape=(rows, columns), nbytes=nbytes)
+        nbytes = math.prod(shape) * matrix.element_size()
+        self.block_type = SimpleNamespace(shape=shape, nbytes=nbytes)
 
 
 class Barriers:
@@ -220,6 +223,7 @@ class _Namespaces:
             abs=torch.abs,
             exp=torch.exp,
             exp2=torch.exp2,
+            rsqrt=torch.rsqrt,
             log2=torch.log2,
             floor=torch.floor,
             max=lambda values, axis: values.amax(axis),
@@ -279,12 +283,14 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | 
 
 
 def _fetch(matrix: Descriptor, place: list[int], bar: tuple[Barriers, int], target: Shared) -> None:
-    (row, column), (rows, columns) = map(int, place), matrix.block_type.shape
+    starts, shape = [int(each) for each in place], matrix.block_type.shape
     octets = target.values.view(torch.uint8)  # not every operation knows float8
     octets.zero_()
-    found = matrix.matrix[row : row + rows, column : column + columns].contiguous()
+    inside = tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
+    found = matrix.matrix[inside].contiguous()
     if found.numel():
-        octets[: len(found), : found.shape[1] * found.element_size()] = found.view(torch.uint8)
+        found = found.view(torch.uint8)
+        octets[tuple(map(slice, found.shape))] = found
     bar[0].change(bar[1], 0, -matrix.block_type.nbytes)
 
 
@@ -303,7 +309,13 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
     return extreme
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Any:
+def _load(
+    pointer: Pointer,
+    mask: Any = None,
+    other: float = 0.0,
+    cache_modifier: str = "",
+    volatile: bool = False,
+) -> Any:
     offset = torch.as_tensor(pointer.offset)
     if mask is None:
         return block(pointer.memory[offset])

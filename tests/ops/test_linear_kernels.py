@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+from gluon_emulator import Emulated
 from torch import Tensor
 
 from octavo.layers import linear as layers_linear
@@ -15,9 +18,11 @@ from octavo.layers.config import MLPConfig, NormConfig
 from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
+from octavo.ops.cuda import linear_ring as cuda_ring
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
 from octavo.ops.cuda.linear_gemv import Programs, choose_programs, pays_to_norm
+from octavo.ops.cuda.linear_ring import Ring, choose_ring, linear_ring, takes_ring
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -72,11 +77,56 @@ def test_one_token(
         assert torch.equal(linear_partial(x, weight, given), actual)
 
 
+@pytest.fixture
+def ring_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        kernel = Emulated(cuda_ring._linear_ring_kernel)
+        monkeypatch.setattr(cuda_ring, "_linear_ring_kernel", kernel)
+
+
+@pytest.mark.usefixtures("ring_kernel")
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.GELU_TANH_MUL])
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float16, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(("num_rows", "size"), [(6, 64), (70, 1152)])
+@pytest.mark.parametrize("ring", [Ring(8, 8, 3, 150), Ring(4, 16, 2, 150)])
+def test_one_token_by_a_ring(
+    device: torch.device,
+    ring: Ring,
+    num_rows: int,
+    size: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    epilogue: Epilogue,
+) -> None:
+    """More blocks than the ring has, and programs that have no rows."""
+    x, weight, bias = operands(1, num_rows, size, dtype, device)
+    given = bias if has_bias else None
+    actual = linear_ring(x, weight, given, epilogue, ring, num_programs=3)
+    assert_close(actual, expected(x, weight, given, epilogue), dtype)
+
+
+def by_a_ring(weight: Tensor, given: DeferredNorm, bias: Tensor, epilogue: Epilogue) -> Tensor:
+    return linear_ring(given, weight, bias, epilogue, Ring(4, 16, 3, 150), num_programs=3)
+
+
+@pytest.mark.usefixtures("ring_kernel")
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize(("num_rows", "size"), [(34, 1100), (6, 3300)])
+@pytest.mark.parametrize(
+    ("multiply", "num_rows", "size"),
+    [
+        (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 34, 1100),
+        (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 6, 3300),
+        (by_a_ring, 34, 1152),
+    ],
+)
 @pytest.mark.parametrize("adds", ["nothing", "x", "norm of x"])
 def test_norm_of_one_token(
-    device: torch.device, adds: str, num_rows: int, size: int, epilogue: Epilogue
+    device: torch.device,
+    adds: str,
+    multiply: Callable[..., Tensor],
+    num_rows: int,
+    size: int,
+    epilogue: Epilogue,
 ) -> None:
     """It leaves the residual stream as it was: programs read it while one writes the total."""
     dtype = torch.float16  # the interpreter truncates to bfloat16
@@ -89,7 +139,7 @@ def test_norm_of_one_token(
         stream = (stream + residual.double()).to(dtype)
         total = torch.empty_like(residual)
         given = DeferredNorm(x, scale[0], 1e-5, 1.0, residual.clone(), total, branch)
-    actual = CudaLinear(weight).apply_normed(given, bias, epilogue)
+    actual = multiply(weight, given, bias, epilogue)
     assert_close(actual, expected(_normed(stream, scale[0]), weight, bias, epilogue), dtype)
     if given.total is not None:
         torch.testing.assert_close(given.total, stream, rtol=2**-10, atol=0)
@@ -163,6 +213,26 @@ def test_programs_leave_neither_sms_nor_columns_idle() -> None:
     assert choose_programs(10240, 2560, True).columns == 512
 
 
+def test_rings_leave_neither_sms_nor_memory_idle() -> None:
+    def memory(rows: int, size: int, is_gated: bool = False) -> int:
+        ring = choose_ring(rows, size, is_gated, 132)
+        units = rows / (1 + is_gated) / ring.rows / 132
+        assert units / math.ceil(units) > 0.96
+        blocks = ring.rows * ring.fold * 128 * ring.stages * (1 + is_gated)
+        assert blocks > 60 << 10
+        return blocks + triton.cdiv(size, 1024) * 2048 + 2048  # with barriers and what CUDA takes
+
+    attention = 36 << 10
+    # Of Gemma 3 4B and of Llama 3 8B; two that follow each other share an SM.
+    for hidden, heads, width, inner in ((2560, 2048, 4096, 10240), (4096, 4096, 6144, 14336)):
+        qkv, output = memory(width, hidden), memory(hidden, heads)
+        up, down = memory(2 * inner, hidden, is_gated=True), memory(hidden, inner)
+        assert max(qkv + output, output + up) + attention < SHARED_MEMORY
+        assert max(up + down, down + qkv) < SHARED_MEMORY
+    assert not takes_ring(4096, 1100)  # rows are not aligned as TMA needs them
+    assert not takes_ring(128, 4096)
+
+
 def test_more_tokens_on_a_cpu_are_torch() -> None:
     x, weight, bias = operands(3, 8, 16, torch.float32, torch.device("cpu"))
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
@@ -225,6 +295,14 @@ class TestOnGpu:
         if epilogue == Epilogue.NONE:
             parts = linear_partial(x, weight, bias)
             assert_close(parts.sum(0) if parts.dim() == 3 else parts, wanted, torch.bfloat16)
+
+    @pytest.mark.parametrize("shape", [*MEASURED, *UNMEASURED])
+    def test_rings_of_models(self, shape: tuple[int, int, Epilogue]) -> None:
+        num_rows, size, epilogue = shape
+        rows = num_rows * 2 if epilogue.is_gated else num_rows
+        x, weight, bias = operands(1, rows, size, torch.bfloat16, self.DEVICE)
+        actual = CudaLinear(weight, is_chained=True).apply(x, bias, epilogue)
+        assert_close(actual, expected(x, weight, bias, epilogue), torch.bfloat16)
 
     @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 2048), (28672, 4096)])
     def test_two_products_for_one(self, shape: tuple[int, int]) -> None:
@@ -308,8 +386,12 @@ class TestOnGpu:
                 wanted = expected(x, weight[rows], None, Epilogue.NONE)
                 assert_close(actual[:, rows], wanted, torch.bfloat16)
 
-    @pytest.mark.parametrize("num_tokens", [1, 8, 64])
-    def test_a_captured_chain_gives_what_plain_steps_give(self, num_tokens: int) -> None:
+    @pytest.mark.parametrize(
+        ("num_tokens", "in_ring"), [(1, False), (1, True), (8, False), (64, False)]
+    )
+    def test_a_captured_chain_gives_what_plain_steps_give(
+        self, num_tokens: int, in_ring: bool
+    ) -> None:
         """Kernels overlap in a graph: each must wait for what it reads and overwrites."""
         from octavo.ops.cuda.norm import norm
         from octavo.ops.norm import Affine
@@ -330,12 +412,15 @@ class TestOnGpu:
         def normed(hidden: Tensor, residual: Tensor) -> Tensor:
             return norm(hidden, Affine(scale), 1e-5, residual, is_rms=True)[0]
 
+        kernels = [[CudaLinear(each, in_ring) for each in layer] for layer in weights]
+
         def step() -> Tensor:
             hidden, residual = x, torch.zeros_like(x)
-            for first, second, gate_up, down in weights:
-                hidden = linear_partial(linear(normed(hidden, residual), first), second)
-                inside = linear(normed(hidden, residual), gate_up, None, Epilogue.SILU_MUL)
-                hidden = linear_partial(inside, down)
+            for first, second, gate_up, down in kernels:
+                heads = first.apply(normed(hidden, residual), None, Epilogue.NONE)
+                hidden = second.apply_partial(heads, None)
+                inside = gate_up.apply(normed(hidden, residual), None, Epilogue.SILU_MUL)
+                hidden = down.apply_partial(inside, None)
             return normed(hidden, residual)
 
         x.normal_(generator=make)

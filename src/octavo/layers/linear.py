@@ -45,6 +45,9 @@ class LinearMethod(WeightOwner):
     gate and up, in a block without a gate), the first are meant.
     """
 
+    is_chained = False
+    """See make_linear_kernel; set before `finalize`."""
+
     def finalize(self) -> None:
         """Rearrange the weights for the device that they are on; called once, after loading."""
         raise NotImplementedError
@@ -175,7 +178,8 @@ class PlainLinear(Projection):
         An embedding table that shares the weight keeps it: then there are two copies.
         """
         assert self.weight is not None, "finalize is called once"
-        self._compute_with(make_linear_kernel(self.weight.detach()))
+        weight = self.weight.detach()
+        self._compute_with(make_linear_kernel(weight, self.is_chained))
         if not self._kernel.keeps_weight:
             self.weight = None
 

@@ -66,6 +66,14 @@ class LayerConfig:
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
 
+    @property
+    def chains_projections(self) -> bool:
+        """Whether nothing but attention comes between the projections of one token, because they
+        norm their inputs themselves (NormingKernel)."""
+        norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
+        is_alone = self.attention.shard.size == 1 and self.cross_attention is None
+        return norms_inputs and is_alone and self.attention.width_norm is None
+
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""
         cross = self.cross_attention

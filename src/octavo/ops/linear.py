@@ -85,12 +85,15 @@ class TorchLinear:
         return F.linear(x, self._weight, bias)
 
 
-def make_linear_kernel(weight: Tensor) -> LinearKernel:
-    """The fastest kernel for W [out_features, in_features] on its device."""
+def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel:
+    """The fastest kernel for W [out_features, in_features] on its device.
+
+    is_chained: of one token, nothing but attention comes between this product and such others.
+    """
     if weight.device.type == "cuda":
         from octavo.ops.cuda.linear import CudaLinear
 
-        return CudaLinear(weight)
+        return CudaLinear(weight, is_chained)
     if has_numba_kernel(weight):
         from octavo.ops.cpu.linear import PackedLinear
 

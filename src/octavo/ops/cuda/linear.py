@@ -1,9 +1,9 @@
 """y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token is a GEMV (linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
-(linear_hopper.py) with the tiles that linear_table.py chooses; both are bound by reading W.
-Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two products rather
-than one.
+One token is a GEMV (linear_gemv.py; on Hopper, of products that follow each other, linear_ring.py).
+Up to 128 tokens on Hopper are a skinny GEMM (linear_hopper.py) with the tiles that linear_table.py
+chooses; all are bound by reading W. Everything else (more tokens, float32, other GPUs) is cuBLAS,
+for some shapes as two products rather than one.
 
 A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
 as in linear_table.py, but never on the values of the other tokens. Split-K partial sums are added
@@ -44,26 +44,43 @@ class CudaLinear:
 
     keeps_weight = True
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, is_chained: bool = False) -> None:
+        """is_chained: see make_linear_kernel."""
         self._weight = weight
+        self._is_in_ring = is_chained and _takes_ring(weight)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
+        if self._is_in_ring and len(x) == 1:
+            return self._apply_ring(x, bias, epilogue)
         return linear(x, self._weight, bias, epilogue)
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
+        if self._is_in_ring and len(x) == 1:
+            return self._apply_ring(x, bias, Epilogue.NONE)
         return linear_partial(x, self._weight, bias)
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
         is_served = num_tokens == 1 and self._weight.is_contiguous()
         num_rows, size = self._weight.shape
-        return is_served and pays_to_norm(num_rows, size, norms_branch)
+        return is_served and (self._is_in_ring or pays_to_norm(num_rows, size, norms_branch))
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""
+        if self._is_in_ring:
+            return self._apply_ring(x, bias, epilogue)
         return linear_one(x, self._weight, bias, epilogue)
+
+    def _apply_ring(
+        self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
+    ) -> Tensor:
+        from octavo.ops.cuda.linear_ring import choose_ring, linear_ring
+
+        num_programs = _num_sms(self._weight.device)
+        ring = choose_ring(*self._weight.shape, epilogue.is_gated, num_programs)
+        return linear_ring(x, self._weight, bias, epilogue, ring, num_programs)
 
 
 def linear(
@@ -118,6 +135,20 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
     launch_dense(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
     return out
+
+
+def _takes_ring(weight: Tensor) -> bool:
+    if not _is_fast(weight, weight):
+        return False
+    from octavo.ops.cuda.linear_ring import takes_ring
+
+    return takes_ring(*weight.shape)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return num_sms
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
