@@ -138,11 +138,20 @@ def _launch(
         SENT=None if exchange is None else _ELEMENTS[exchange.dtype],
         GROUP=ROUNDED_GROUP if rounding is Rounding.GROUPS else block,
         DTYPE=_ELEMENTS[dtype],
-        LATE=num_rows <= FEW_ROWS and exchange is None,
+        LATE=_is_late(num_rows, num_splits) and exchange is None,
         num_warps=_num_warps(block, num_rows, num_splits + second_splits, exchange is not None),
         **launch_options(x.device),
     )
     return results
+
+
+def _is_late(num_rows: int, num_splits: int) -> bool:
+    """Whether the next kernel is to wait for this one's loads.
+
+    Not with partial sums of one row: what reads it next is a kernel for quantized weights. A layer
+    of Llama 3 8B in int4 without its attention takes 46.6 us instead of 49.1 so.
+    """
+    return num_rows <= FEW_ROWS and (num_rows > 1 or num_splits == 1)
 
 
 def _num_warps(block: int, num_rows: int, num_splits: int, exchanges: bool) -> int:
