@@ -35,6 +35,24 @@ _BIAS = 127 - 5 + MAX_SHIFT
 _GROUPS = BLOCK // MX_BLOCK
 
 
+def table_lookup(word: str, shifts: str, c: int, small: str, large: str) -> list[str]:
+    """PTX: of 8 numbers of a word, magnitudes of the first 4 from the table -> the octets of t, and
+    those of the others, as places in the table -> high.
+
+    Args:
+        shifts: register whose octet c has the word's shift.
+        small, large: the table without a shift: of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
+    """
+    return [
+        f"prmt.b32 shift, {shifts}, 0, 0x444{c};",
+        f"mad.lo.u32 small, shift, 0x01010100, {small};",
+        f"mad.lo.u32 large, shift, 0x01010101, {large};",
+        f"and.b32 low, {word}, 0x77777777;",
+        "shr.u32 high, low, 16;",
+        "prmt.b32 t, small, large, low;",
+    ]
+
+
 def _assembly() -> str:
     """PTX: words $8 to $11 of one row, with the shifts of its four groups in the octets of $12, ->
     four e4m3 in each of $0 to $7, of which 2 c and 2 c + 1 are those of word c."""
@@ -42,13 +60,7 @@ def _assembly() -> str:
     for c in range(4):
         word = f"${8 + c}"
         lines += [
-            f"prmt.b32 shift, $12, 0, 0x444{c};",
-            # e4m3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.
-            "mad.lo.u32 small, shift, 0x01010100, 0x14100800;",
-            "mad.lo.u32 large, shift, 0x01010101, 0x24201C18;",
-            f"and.b32 low, {word}, 0x77777777;",
-            "shr.u32 high, low, 16;",
-            "prmt.b32 t, small, large, low;",
+            *table_lookup(word, "$12", c, "0x14100800", "0x24201C18"),
             f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
             "prmt.b32 t, small, large, high;",
             f"shl.b32 high, {word}, 4;",

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from octavo.ops.cuda.expert_tables import ROWS, ExpertProjection
+from octavo.ops.cuda.expert_tables import ROWS, ExpertProjection, table_lookup
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.linear_gemv_packed import _regrouped
 from octavo.ops.cuda.linear_hopper import _activate_gated
@@ -44,13 +44,8 @@ def _assembly() -> str:
     for c in range(2):
         word = f"${8 + c}"
         lines += [
-            f"prmt.b32 shift, $10, 0, 0x444{c};",
-            # Upper bytes of float16 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6, times 2^-5.
-            "mad.lo.u32 small, shift, 0x01010100, 0x2A282400;",
-            "mad.lo.u32 large, shift, 0x01010101, 0x32302E2C;",
-            f"and.b32 low, {word}, 0x77777777;",
-            "shr.u32 high, low, 16;",
-            "prmt.b32 t, small, large, low;",
+            # Upper bytes of float16, of 2^-5 times the numbers.
+            *table_lookup(word, "$10", c, "0x2A282400", "0x32302E2C"),
             f"lop3.b32 t, {word}, 0x80808080, t, 0xEA;",
             f"prmt.b32 ${4 * c}, t, 0, 0x1404;",
             f"prmt.b32 ${4 * c + 1}, t, 0, 0x3424;",

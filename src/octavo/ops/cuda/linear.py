@@ -24,6 +24,7 @@ from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 
@@ -78,7 +79,7 @@ class CudaLinear:
     ) -> Tensor:
         from octavo.ops.cuda.linear_ring import choose_ring, linear_ring
 
-        num_programs = _num_sms(self._weight.device)
+        num_programs = num_sms(self._weight.device)
         ring = choose_ring(*self._weight.shape, epilogue.is_gated, num_programs)
         return linear_ring(x, self._weight, bias, epilogue, ring, num_programs)
 
@@ -143,12 +144,6 @@ def _takes_ring(weight: Tensor) -> bool:
     from octavo.ops.cuda.linear_ring import takes_ring
 
     return takes_ring(*weight.shape)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_sms
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:

@@ -58,6 +58,7 @@ from octavo.ops.cuda.quantized_tiles import (
     steps_per_program,
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
+from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
@@ -200,8 +201,7 @@ def _launch_persistent(
 @cache
 def _num_sms(device: torch.device) -> int:
     """As many programs as have room in the workspace, at most."""
-    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(num_sms, MAX_PROGRAMS)
+    return min(num_sms(device), MAX_PROGRAMS)
 
 
 class QuantizedCudaLinear:

@@ -16,6 +16,13 @@ def power_of_2(n: int) -> int:
 
 
 @cache
+def num_sms(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may take; a CPU's interpreter has no limit."""
     if device.type != "cuda":
