@@ -86,7 +86,7 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.values.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
@@ -220,6 +220,7 @@ class _Namespaces:
             cdiv=lambda a, b: -(-a // b),
             minimum=_extreme(min, torch.minimum),
             maximum=_extreme(max, torch.maximum),
+            abs=torch.abs,
             exp=torch.exp,
             exp2=torch.exp2,
             rsqrt=torch.rsqrt,

@@ -413,13 +413,21 @@ def test_quantized_experts_that_all_tokens_take(
 HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks")
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (26, 13, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "per_sm", "num_sms"),
+    [(3, 4, 3, 3), (20, 2, 2, 3), (26, 13, 1, 3), (20, 2, 3, 100)],
+)
 @pytest.mark.parametrize("form", HOPPER_FORMS)
 def test_products_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int, per_sm: int
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    num_tokens: int,
+    top_k: int,
+    per_sm: int,
+    num_sms: int,
 ) -> None:
-    """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, and
-    several tiles for a program."""
+    """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, several
+    tiles for a program, or none for some; lists hold anything behind their last block."""
     config = RoutingConfig(num_experts=13, top_k=top_k)
     size, inner = 320, 160
     dense = expert_weights(13, size, inner, CPU, has_bias=True)
@@ -429,7 +437,11 @@ def test_products_on_hopper(
     x[:, 5] *= 1e4  # beyond what e4m3 can hold
     routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
     monkeypatch.setattr(cuda_experts, "grouped_kernel", Emulated(cuda_experts.grouped_kernel))
-    monkeypatch.setattr(cuda_experts, "NUM_SMS", 3)
+    monkeypatch.setattr(cuda_experts, "NUM_SMS", num_sms)
+    num_blocks = int(routed.lists.num_blocks)
+    for i, each in enumerate(routed.lists[1:4]):
+        assert num_sms == 3 or len(each) > num_blocks
+        each[num_blocks:] = 10**8 + i
 
     def computed() -> Tensor:
         inner_values = x.new_empty((num_tokens * top_k, inner))
@@ -449,10 +461,10 @@ def test_products_on_hopper(
     weights = QuantizedExpertWeights(*forms, *dense[2:])
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
-    x[1, 7] = torch.nan
+    x[1, 7], x[2, 7] = torch.nan, torch.inf
     after = computed()
-    others = [0, *range(2, num_tokens)]
-    assert after[1].isnan().all()
+    others = [0, *range(3, num_tokens)]
+    assert after[1:3].isnan().all()
     assert torch.equal(after[others], got[others])
 
 
