@@ -147,7 +147,8 @@ def _gather(
     _, begin, end = _block_of(lists, gl.program_id(0), row_tiles)
     num_tiles = gl.load(num_blocks, cache_modifier=".cg") * row_tiles
     # Behind the last block the lists hold anything: a program without tiles has no rows.
-    end = gl.where(gl.program_id(0) < num_tiles, end, begin)
+    begin = gl.where(gl.program_id(0) < num_tiles, begin, 0)
+    end = gl.where(gl.program_id(0) < num_tiles, end, 0)
     source = _sources(rows, begin + slots, end, TOP_K, GATED)
     _, next_begin, next_end = _next_block(lists, gl.program_id(0), num_tiles, row_tiles)
     if PDL and not GATED:
