@@ -1217,6 +1217,7 @@ def test_configs_for_benchmarks(name: str, millions: float) -> None:
         ("llama-3-8b", 1, True),
         ("llama-3-70b", 2, False),  # a norm adds up the ranks' sums
         ("opt-13b", 1, False),  # layer norms
+        ("qwen3-30b-a3b", 1, True),  # those of attention
     ],
 )
 def test_which_projections_are_a_chain(name: str, ranks: int, expected: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import ExpertsConfig, LinearConfig, MLPConfig
-from octavo.layers.linear import make_linear, warn_once
+from octavo.layers.linear import LinearMethod, make_linear, warn_once
 from octavo.layers.mlp import GATED_EPILOGUES, DenseMLP
 from octavo.layers.norm import Branches
 from octavo.ops.expert_kernels import (
@@ -397,6 +397,11 @@ class MixtureOfExperts(nn.Module):
     def entry(self) -> None:
         """See InputReader.entry: the router and the experts read the input."""
         return None
+
+    @property
+    def projections(self) -> Sequence[LinearMethod]:
+        """See DenseMLP.projections; of a shared expert, which is beside the others, none."""
+        return ()
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from octavo.layers.config import Activation, MLPConfig
@@ -36,6 +38,11 @@ class DenseMLP(nn.Module):
     def entry(self) -> LinearMethod:
         """See InputReader.entry."""
         return self.up
+
+    @property
+    def projections(self) -> Sequence[LinearMethod]:
+        """What all tokens are multiplied by, one after the other."""
+        return self.up, self.down
 
     def forward(self, hidden: LinearInput) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""

@@ -14,7 +14,6 @@ from octavo.layers.attention import Attention, CrossAttention, RelativePositionB
 from octavo.layers.embedding import Embedding, LMHead, make_positions
 from octavo.layers.experts import Router, make_mlp
 from octavo.layers.linear import make_linear
-from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import Branches, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
@@ -57,8 +56,8 @@ class DecoderLayer(nn.Module):
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
-        if isinstance(self.mlp, DenseMLP) and config.chains_projections:
-            for each in (self.attention.qkv, self.attention.output, self.mlp.up, self.mlp.down):
+        if config.chains_projections:
+            for each in (self.attention.qkv, self.attention.output, *self.mlp.projections):
                 each.is_chained = True
         self.branch_norm = None
 

@@ -88,7 +88,8 @@ class TorchLinear:
 def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] on its device.
 
-    is_chained: of one token, nothing but attention comes between this product and such others.
+    is_chained: of one token, nothing but attention or experts comes between this product and other
+        such ones.
     """
     if weight.device.type == "cuda":
         from octavo.ops.cuda.linear import CudaLinear
