@@ -352,7 +352,7 @@ def test_inputs_are_rounded_if_the_model_was_made_for_it(
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("num_tokens", [40, 100, 700])
+@pytest.mark.parametrize("num_tokens", [40, 100, pytest.param(700, marks=pytest.mark.slow)])
 def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     hopper: torch.device, num_tokens: int, epilogue: Epilogue
 ) -> None:

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from attention_cases import Bench, Case, check_that_nan_stays_alone
 from numpy.typing import NDArray
 from torch import Tensor
@@ -108,8 +109,14 @@ def check(case: Case, device: str) -> None:
                 torch.testing.assert_close(got.float(), expected.float(), rtol=ulp, atol=1e-5)
 
 
+def interpreted(case: Case) -> ParameterSet:
+    """All sequences over an FP8 cache take the interpreter most of a minute."""
+    is_long = case.kv_scales is not None and case.sequences == SMALL
+    return pytest.param(case, marks=pytest.mark.slow if is_long else (), id=describe(case))
+
+
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
-@pytest.mark.parametrize("case", SMALL_CASES, ids=describe)
+@pytest.mark.parametrize("case", [*map(interpreted, SMALL_CASES)])
 def test_interpreted(case: Case) -> None:
     check(case, "cpu")
 

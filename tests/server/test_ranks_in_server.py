@@ -81,7 +81,12 @@ def test_what_is_shown_of_ranks(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        (1, signal.SIGSTOP),
+    ],
 )
 def test_streams_survive_a_rank(
     server: LiveServer, expected: list[str], rank: int, number: int

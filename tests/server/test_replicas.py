@@ -114,7 +114,10 @@ def test_killed_all_at_once_they_all_come_back() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(("token", "num_replicas"), [(UNACCEPTABLE, 2), (RAISING, 3)])
+@pytest.mark.parametrize(
+    ("token", "num_replicas"),
+    [(UNACCEPTABLE, 2), pytest.param(RAISING, 3, marks=pytest.mark.slow)],
+)
 def test_a_deadly_request_never_takes_the_last_replica_down(token: int, num_replicas: int) -> None:
     async def test() -> None:
         replication = Replication(num_replicas)

@@ -151,7 +151,7 @@ CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalPrope
             "/v1/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"schema": FOUR}}},
         ),
-        (
+        pytest.param(
             "/v1/chat/completions",
             {
                 "prompt": None,
@@ -160,6 +160,7 @@ CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalPrope
                 "tool_choice": "required",
                 "parallel_tool_calls": False,
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

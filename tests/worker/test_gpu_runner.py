@@ -54,6 +54,8 @@ from worker.late_masks import Gate
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+# The interpreter takes most of a minute, and other tests see each of its parts.
+slow_if_interpreted = pytest.mark.gpu if HAS_GPU else pytest.mark.slow
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 MODES = ["recompute", "swap"]
 # The interpreter takes seconds where a GPU takes milliseconds.
@@ -226,6 +228,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     assert overlapped.kv.pool.num_held == 0
 
 
+@slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
@@ -272,6 +275,7 @@ def test_models_with_an_encoder(name: str) -> None:
     assert overlapped.kv.pool.num_held == 0
 
 
+@slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("model_type", THROUGH_TRANSFORMERS)
 def test_models_through_transformers_compute_in_padded_and_captured_steps(
@@ -303,6 +307,7 @@ def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
 
 
+@slow_if_interpreted
 @pytest.mark.parametrize("name", model_zoo.NAMES if HAS_GPU else ["llama3"])
 def test_keys_of_gangs_and_common_prefixes_are_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -582,13 +587,10 @@ def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
     assert finder.find(np.stack([*tables, tables[0]]), rows, ones, np.full(3, 470)) == []
 
 
+@slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("mode", MODES if HAS_GPU else ["recompute"])
-@pytest.mark.parametrize(
-    "are_late",
-    [False, True if HAS_GPU else pytest.param(True, marks=pytest.mark.slow)],
-    ids=["in_time", "late"],
-)
+@pytest.mark.parametrize("are_late", [False, True], ids=["in_time", "late"])
 def test_masks_follow_texts_while_steps_overlap(mode: str, are_late: bool) -> None:
     """Grammars, bad words and what needs no text, beside rows without masks; the same tokens as on
     a CPU, where each step knows the tokens before it."""
