@@ -1211,15 +1211,18 @@ def test_configs_for_benchmarks(name: str, millions: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "expected"),
+    ("name", "method", "ranks", "expected"),
     [
-        ("gemma-3-4b", 1, True),
-        ("llama-3-8b", 1, True),
-        ("llama-3-70b", 2, False),  # a norm adds up the ranks' sums
-        ("opt-13b", 1, False),  # layer norms
-        ("qwen3-30b-a3b", 1, True),  # those of attention
+        ("gemma-3-4b", "plain", 1, True),
+        ("llama-3-8b", "plain", 1, True),
+        ("llama-3-8b", "quantized", 1, True),
+        ("llama-3-70b", "plain", 2, False),  # a norm adds up the ranks' sums
+        ("opt-13b", "plain", 1, False),  # layer norms
+        ("qwen3-30b-a3b", "plain", 1, True),  # those of attention
+        ("qwen3-30b-a3b", "quantized", 1, False),
     ],
 )
-def test_which_projections_are_a_chain(name: str, ranks: int, expected: bool) -> None:
-    config = read_model_config(BENCHMARKED / name).sharded(Shard(0, ranks))
+def test_which_projections_are_a_chain(name: str, method: str, ranks: int, expected: bool) -> None:
+    config = read_model_config(BENCHMARKED / name).with_linear_method(method)
+    config = config.sharded(Shard(0, ranks))
     assert {layer.chains_projections for layer in config.layers} == {expected}

@@ -169,6 +169,7 @@ def quantized_projections() -> None:
     from octavo.ops.cuda.linear_gemv import Scales, linear_one
     from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
     from octavo.ops.cuda.linear_quantized import launch
+    from octavo.ops.cuda.linear_ring import Ring, linear_ring
     from octavo.ops.cuda.quantize import round_inputs
     from octavo.ops.cuda.quantized_tiles import Product, Tiles, candidates
     from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
@@ -208,10 +209,11 @@ def quantized_projections() -> None:
         blocks = StoredWeight.of(FORMS["float8-block"](dense(128, 1024)))
         assert blocks is not None
         x = torch.zeros(len(out), 1024, dtype=out.dtype)
-        linear_one(
-            *(x[:1], blocks.weight, None, epilogue),
-            scales=Scales(blocks.scales, blocks.block_rows, blocks.group),
-        )
+        of_blocks = Scales(blocks.scales, blocks.block_rows, blocks.group)
+        linear_one(x[:1], blocks.weight, None, epilogue, scales=of_blocks)
+        for of_weight in (of_blocks, Scales(torch.zeros(128, 1), 1, 0)):
+            ring = Ring(4, 16, 4, 150)
+            linear_ring(x[:1], blocks.weight, None, epilogue, ring, 132, of_weight)
         in_float8, factors = round_inputs(x, Rounding.GROUPS)
         product = Product.of(128, blocks, gated, rounds_inputs=True)
         assert product is not None

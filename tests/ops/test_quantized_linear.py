@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.layers import linear as layers_linear
 from octavo.layers import norm as layers_norm
 from octavo.layers.base import WeightSlot
-from octavo.layers.config import MLPConfig, NormConfig
+from octavo.layers.config import LinearConfig, MLPConfig, NormConfig
 from octavo.layers.linear import QuantizedLinear
 from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import RMSNorm
@@ -23,12 +23,14 @@ from octavo.ops.cuda import (
     linear_gemv_packed,
     linear_hopper,
     linear_quantized,
+    linear_ring,
     stored_weights,
 )
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
+from octavo.ops.cuda.linear_ring import Ring
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     Product,
@@ -38,6 +40,7 @@ from octavo.ops.cuda.quantized_tiles import (
 )
 from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding, ScaledFloat8
 from octavo.ops.tuning import Tunable
 
@@ -57,13 +60,22 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
             (linear_gemv_packed, "_linear_packed_kernel"),
             (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
+            (linear_ring, "_linear_ring_kernel"),
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
         for module in (linear_quantized, linear):
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
         monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
+        monkeypatch.setattr(linear_quantized, "num_sms", lambda device: 3)
     return device
+
+
+@pytest.fixture
+def rings(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device, whose rings take few rows, too."""
+    monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
+    return hopper
 
 
 def made(name: str, num_rows: int, size: int, device: torch.device) -> QuantizedWeight:
@@ -155,6 +167,81 @@ def test_one_token_times_float8_takes_no_tensor_cores(
     assert relative(kernel.apply_partial(x, bias), y) < TOLERANCE
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("block", [(1, 1152), (512, 1152), (128, 128)])
+@pytest.mark.parametrize("ring", [Ring(8, 8, 3, 150), Ring(4, 16, 2, 150)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_one_token_times_float8_by_a_ring(
+    rings: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    adds: bool,
+    ring: Ring,
+    block: tuple[int, int],
+    epilogue: Epilogue,
+) -> None:
+    """More blocks than the ring has, and a last one that is not whole."""
+    monkeypatch.setattr(linear_quantized, "choose_ring", lambda *args, **options: ring)
+    sizes = torch.logspace(-2, 0, 136, device=rings)
+    dense = inputs(136, 1152, torch.float32, rings) * sizes[:, None] * 1152**-0.5
+    form = ScaledFloat8.quantize(dense, block)
+    kernel = make_kernel(form, torch.bfloat16, is_chained=True)
+    assert kernel is not None
+    x, residual, scale = inputs(3, 1152, torch.bfloat16, rings).unsqueeze(1)
+    bias = dense[:, 0].bfloat16()
+    stream = (x + residual if adds else x).float()
+    if adds:
+        assert kernel.norms_inputs(1, norms_branch=False)
+        stream = torch.nn.functional.rms_norm(stream, (1152,), scale[0].float(), 1e-5)
+    wanted = apply_epilogue(stream @ form.dequantize().t() + bias.float(), epilogue)
+    if adds:
+        given = DeferredNorm(x, scale[0], 1e-5, 0.0, residual, torch.empty_like(x))
+        assert relative(kernel.apply_normed(given, bias, epilogue), wanted) < TOLERANCE
+    else:
+        assert relative(kernel.apply(x, bias, epilogue), wanted) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "epilogue"),
+    [
+        (6144, 4096, Epilogue.NONE),  # Llama 3 8B
+        (4096, 4096, Epilogue.NONE),
+        (28672, 4096, Epilogue.SILU_MUL),
+        (4096, 14336, Epilogue.NONE),
+        (6144, 2560, Epilogue.NONE),  # Qwen3 4B
+        (2560, 9728, Epilogue.NONE),
+        (20480, 2560, Epilogue.GELU_TANH_MUL),  # Gemma 3 4B
+    ],
+)
+def test_rings_of_models(num_rows: int, size: int, epilogue: Epilogue, has_groups: bool) -> None:
+    device = torch.device("cuda")
+    dense = inputs(num_rows, size, torch.float32, device) * size**-0.5
+    form = ScaledFloat8.quantize(dense, (128, 128) if has_groups else (1, size))
+    kernel = make_kernel(form, torch.bfloat16, is_chained=True)
+    assert kernel is not None
+    assert kernel.norms_inputs(1, norms_branch=True), "it is a ring"
+    x = inputs(1, size, torch.bfloat16, device)
+    wanted = apply_epilogue(x.double() @ form.dequantize().t().double(), epilogue)
+    assert relative(kernel.apply(x, None, epilogue), wanted) < 3e-3  # of results in bfloat16
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_layers_say_whether_projections_follow_each_other(
+    rings: torch.device, monkeypatch: pytest.MonkeyPatch, chains: bool
+) -> None:
+    monkeypatch.setattr(layers_linear, "make_quantized_kernel", make_kernel)
+    projection = QuantizedLinear(LinearConfig(128, (9000,), method="quantized"))
+    projection.is_chained = chains
+    (slot,) = projection.places()
+    assert isinstance(slot, WeightSlot)
+    dense = inputs(9000, 128, torch.bfloat16, rings)
+    slot.put(ScaledFloat8.quantize(dense, (1, 128)), torch.bfloat16)
+    projection.finalize()
+    assert projection.norms_inputs(1, norms_branch=False) is chains  # not of so many rows else
+
+
 @pytest.mark.parametrize("name", ["int4", "int4-asymmetric"])
 @pytest.mark.parametrize(
     ("size", "programs", "epilogue"),
@@ -182,15 +269,20 @@ def test_one_token_times_4_bits_with_any_programs(
     assert relative(out.sum(dim=0) if programs.splits > 1 else out, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["float8-row", "int4-asymmetric"])
+@pytest.mark.parametrize(
+    ("name", "is_chained"),
+    [("float8-row", False), ("float8-row", True), ("int4-asymmetric", False)],
+)
 @pytest.mark.parametrize("largest", [0.0, 1e-30, 1e-4, 1e5, 1e30, torch.nan])
-def test_one_token_of_any_magnitude(hopper: torch.device, name: str, largest: float) -> None:
+def test_one_token_of_any_magnitude(
+    rings: torch.device, name: str, is_chained: bool, largest: float
+) -> None:
     """In bfloat16, and some inputs are 10**8 times as large as others."""
-    form = made(name, 48, 1024, hopper)
-    kernel = make_kernel(form, torch.bfloat16)
+    form = made(name, 48, 1024, rings)
+    kernel = make_kernel(form, torch.bfloat16, is_chained)
     assert kernel is not None
-    sizes = torch.logspace(-8, 0, 1024, device=hopper)
-    x = inputs(1, 1024, torch.bfloat16, hopper).clamp(-1, 1) * (sizes * largest).bfloat16()
+    sizes = torch.logspace(-8, 0, 1024, device=rings)
+    x = inputs(1, 1024, torch.bfloat16, rings).clamp(-1, 1) * (sizes * largest).bfloat16()
     actual = kernel.apply(x, None, Epilogue.NONE)
     wanted = (x.double() @ form.dequantize().t().double()).to(x.dtype)
     if largest < torch.inf:

@@ -216,7 +216,7 @@ class QuantizedLinear(Projection):
     def finalize(self) -> None:
         """See LinearMethod.finalize."""
         form, dtype = joined_form(self._slots), self._slots[0].dtype
-        kernel = None if form is None else make_quantized_kernel(form, dtype)
+        kernel = None if form is None else make_quantized_kernel(form, dtype, self.is_chained)
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
             kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))

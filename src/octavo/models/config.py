@@ -69,12 +69,16 @@ class LayerConfig:
     @property
     def chains_projections(self) -> bool:
         """Whether nothing but attention and experts comes between the projections of one token,
-        because they norm their inputs themselves (NormingKernel)."""
+        because they norm their inputs themselves (NormingKernel).
+
+        Quantized ones between experts are left out: that was not measured, or loses.
+        """
         norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
         is_alone = self.attention.shard.size == 1 and self.cross_attention is None
-        has_branches = isinstance(self.mlp, ExpertsConfig) and self.mlp.shared is not None
-        has_width_norm = self.attention.width_norm is not None
-        return norms_inputs and is_alone and not has_branches and not has_width_norm
+        if isinstance(self.mlp, ExpertsConfig):
+            is_quantized = self.attention.linear_method == "quantized"
+            is_alone = is_alone and self.mlp.shared is None and not is_quantized
+        return norms_inputs and is_alone and self.attention.width_norm is None
 
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""

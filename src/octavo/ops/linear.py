@@ -108,16 +108,18 @@ def make_rounding_kernel(weight: Tensor) -> LinearKernel:
     return int8.make_rounding_kernel(weight) or make_linear_kernel(weight)
 
 
-def make_quantized_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> LinearKernel | None:
+def make_quantized_kernel(
+    weight: QuantizedWeight, dtype: torch.dtype, is_chained: bool = False
+) -> LinearKernel | None:
     """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
 
-    None: there is none on this device, or for such a form.
+    None: there is none on this device, or for such a form. is_chained: see make_linear_kernel.
     """
     if weight.device.type != "cuda":
         return int8.make_kernel(weight, dtype)
     from octavo.ops.cuda.linear_quantized import make_kernel
 
-    return make_kernel(weight, dtype)
+    return make_kernel(weight, dtype, is_chained)
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

@@ -1,11 +1,12 @@
 """y = x W^T on Hopper with W quantized in memory.
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
-linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, and times 4 bits it may
-be linear_gemv_packed.py's). A model that was made for it has its inputs rounded to FP8, too, if
-they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
-have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
-other weight: that costs as much as writing it, and the product with many tokens costs more.
+linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
+other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). A model that was made
+for it has its inputs rounded to FP8, too, if they are more than a few: with a scale for each token,
+or for each 128 inputs of it where weights have scales for blocks. Otherwise W is dequantized into a
+workspace first, and computed with as any other weight: that costs as much as writing it, and the
+product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_WEIGHTS,
     quantized_linear_kernel,
 )
+from octavo.ops.cuda.linear_ring import choose_ring, linear_ring, takes_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
@@ -210,9 +212,19 @@ class QuantizedCudaLinear:
     keeps_weight = True
 
     def __init__(
-        self, stored: StoredWeight, permutation: Tensor | None, dtype: torch.dtype
+        self,
+        stored: StoredWeight,
+        permutation: Tensor | None,
+        dtype: torch.dtype,
+        is_chained: bool = False,
     ) -> None:
-        """permutation: int64 [in_features], of the inputs (GroupedInt)."""
+        """
+        Args:
+            stored: W.
+            permutation: int64 [in_features], of the inputs (GroupedInt).
+            dtype: of inputs and results.
+            is_chained: see make_linear_kernel.
+        """
         self._stored = stored
         self._permutation = permutation
         self._dtype = dtype
@@ -231,6 +243,10 @@ class QuantizedCudaLinear:
         has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
         if stored.format == FLOAT8 and (stored.group == 0 or has_even_blocks):
             self._scales = Scales(stored.scales, stored.block_rows, stored.group)
+        # A float16 has more bits than the two numbers of linear_ring.py.
+        takes_one = self._scales is not None and dtype == torch.bfloat16
+        has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
+        self._is_in_ring = is_chained and takes_one and has_whole_pieces
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -250,17 +266,19 @@ class QuantizedCudaLinear:
         """See NormingKernel.norms_inputs."""
         is_served = num_tokens == 1 and self._scales is not None
         num_rows, size = self._stored.shape
+        if self._is_in_ring:
+            return is_served
         return is_served and pays_to_norm(num_rows, size, norms_branch, is_float8=True)
 
     def apply_normed(self, x: DeferredNorm, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See NormingKernel.apply_normed."""
-        return linear_one(x, self._stored.weight, bias, epilogue, scales=self._scales)
+        return self._apply_one(x, bias, epilogue)
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
         if num_tokens == 1 and self._scales is not None:
-            return linear_one(x, stored.weight, bias, Epilogue.NONE, scales=self._scales)
+            return self._apply_one(x, bias, Epilogue.NONE)
         choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self.rounding(num_tokens)
         if rounding is not Rounding.NONE:
@@ -321,12 +339,23 @@ class QuantizedCudaLinear:
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         if len(x) == 1 and self._scales is not None:
-            return linear_one(x, self._stored.weight, bias, epilogue, scales=self._scales)
+            return self._apply_one(x, bias, epilogue)
         rounding = self.rounding(len(x))
         if rounding is not Rounding.NONE:
             return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
         return self._multiply(x, bias, epilogue, choice)
+
+    def _apply_one(
+        self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
+    ) -> Tensor:
+        """One token, where there are `_scales`."""
+        weight, scales = self._stored.weight, self._scales
+        if not self._is_in_ring:
+            return linear_one(x, weight, bias, epilogue, scales=scales)
+        num_programs = num_sms(weight.device)
+        ring = choose_ring(*weight.shape, epilogue.is_gated, num_programs, is_float8=True)
+        return linear_ring(x, weight, bias, epilogue, ring, num_programs, scales)
 
     def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
         place = bisect_left(SIZES, num_tokens), epilogue.is_gated
@@ -465,12 +494,17 @@ def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
         _workspaces[device, dtype] = torch.empty(numel, dtype=dtype, device=device)
 
 
-def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinear | None:
-    """None: no kernel here takes the form, the dtype or the device."""
+def make_kernel(
+    form: QuantizedWeight, dtype: torch.dtype, is_chained: bool = False
+) -> QuantizedCudaLinear | None:
+    """None: no kernel here takes the form, the dtype or the device.
+
+    is_chained: see make_linear_kernel.
+    """
     if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
         return None
     stored = StoredWeight.of(form)
     if stored is None:
         return None
     permutation = form.permutation if isinstance(form, GroupedInt) else None
-    return QuantizedCudaLinear(stored, permutation, dtype)
+    return QuantizedCudaLinear(stored, permutation, dtype, is_chained)

@@ -1,4 +1,4 @@
-"""y = x W^T of one token with weights of 16 bits, by as many programs as there are SMs.
+"""y = x W^T of one token with weights of 16 or 8 bits, by as many programs as there are SMs.
 
 A program's rows of W pass through a ring in shared memory. It is filled before the preceding
 kernels have ended (pdl.py), and two such kernels fit on an SM beside the programs of attention: the
@@ -7,9 +7,13 @@ one product ends and the next one begins.
 
 The tensor cores read W from the ring as it is, so that weights take no registers and hardly any
 instructions. A product of theirs has 64 rows and at least 8 columns, where one token has one. So a
-block of W is taken apart: of each row, FOLD neighbouring pieces of 64 inputs are rows of the left
+block of W is taken apart: of each row, FOLD neighbouring pieces of 128 bytes are rows of the left
 operand, and the same pieces of x are the columns of the right one. Of the products of a row's
 pieces with all pieces of x, those of the same place are added up.
+
+Weights in e4m3 are multiplied by inputs that are two e4m3 numbers each (two_float8.py): both are
+columns of the same product. Tensor cores add products of such numbers with some 14 bits; sums of
+512 inputs are added in float32.
 """
 
 from __future__ import annotations
@@ -30,15 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.linear_gemv import Scales
 from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
-_WIDTH = tl.constexpr(64)  # inputs of a piece: 128 bytes, as wide as shared memory
-_PIECE_ROWS = tl.constexpr(16)  # pieces of x that are loaded at once: 16 bytes of each thread
-_PART = _PIECE_ROWS.value * _WIDTH.value
+_PIECE = tl.constexpr(128)  # bytes: as wide as shared memory
+_PIECE_ROWS = tl.constexpr(16)  # pieces of x that are loaded at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +60,54 @@ class Ring:
 # projection's they fit on an SM beside a program of attention (35 KB).
 _MEMORY, _GATED_MEMORY = 94 << 10, 103 << 10
 _MOST_STAGES = 10
-_PAUSE = 150  # nanoseconds for each tile
+_PAUSE, _PAUSED_PIECES = 150, 64  # nanoseconds, and for how many pieces
 _TILES = ((8, 8), (4, 16))  # rows and pieces
+# Products of 8 bits have half as many bytes in as many blocks: larger ones come first, except of
+# gates and ups, which have two each.
+_TILES_FLOAT8 = ((16, 8), *_TILES)
 _FEWEST_ROWS, _MOST_INPUTS = 1024, 20480
+_MOST_ADDED = 512  # products of e4m3 that tensor cores add up
+_ELEMENTS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
-def takes_ring(num_rows: int, size: int) -> bool:
+def takes_ring(num_rows: int, size: int, is_float8: bool = False) -> bool:
     """Whether the kernel takes W [num_rows, size], and its programs have enough to do."""
-    return size % _WIDTH.value == 0 and num_rows >= _FEWEST_ROWS and size <= _MOST_INPUTS
+    return size % _width(is_float8) == 0 and num_rows >= _FEWEST_ROWS and size <= _MOST_INPUTS
+
+
+def _width(is_float8: bool) -> int:
+    """Inputs of a piece."""
+    width: int = _PIECE.value if is_float8 else _PIECE.value // 2
+    return width
 
 
 @cache
-def choose_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> Ring:
+def choose_ring(
+    num_rows: int, size: int, is_gated: bool, num_programs: int, is_float8: bool = False
+) -> Ring:
     """For W [num_rows, size], half of whose rows are gates with `is_gated`."""
     halves = 2 if is_gated else 1
+    piece = _width(is_float8)
 
     def share(tile: tuple[int, int]) -> float:
         """Of SMs that have work to the end, times that of columns that are no padding."""
         rows, fold = tile
-        units, width = triton.cdiv(num_rows // halves, rows), fold * _WIDTH.value
+        units, width = triton.cdiv(num_rows // halves, rows), fold * piece
         waves = triton.cdiv(units, num_programs)
         busy: float = units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
         return busy
 
-    rows, fold = max(_TILES, key=share)
-    memory = (_GATED_MEMORY if is_gated else _MEMORY) - 2 * _PART * triton.cdiv(size, _PART)
-    stages = memory // (2 * rows * fold * _WIDTH.value * halves)
-    return Ring(rows, fold, min(stages, _MOST_STAGES), _PAUSE * halves)
+    rows, fold = max(_TILES_FLOAT8 if is_float8 and not is_gated else _TILES, key=share)
+    memory = _GATED_MEMORY if is_gated else _MEMORY
+    part = _PIECE_ROWS.value * piece
+    memory -= 2 * part * triton.cdiv(size, part)  # of an input in 16 bits, or in two times 8
+    stages = memory // (rows * fold * _PIECE.value * halves)
+    pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
+    return Ring(rows, fold, min(stages, _MOST_STAGES), pause)
 
 
 def linear_ring(
@@ -91,11 +117,13 @@ def linear_ring(
     epilogue: Epilogue,
     ring: Ring,
     num_programs: int,
+    scales: Scales | None = None,
 ) -> Tensor:
     """epilogue(x W^T + b) of x [1, size]: [1, num_rows].
 
     x: or what its norm is computed from.
-    weight: bfloat16 or float16, dense, aligned to 16 bytes; size a multiple of 64.
+    weight: bfloat16 or float16, or e4m3 with `scales`; dense, aligned to 16 bytes; size a multiple
+        of a piece.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -104,10 +132,15 @@ def linear_ring(
     assert x.stride(1) == 1
     num_rows, size = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0], x.shape[1]
     out = x.new_empty((1, num_rows))
-    elements = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    block = [ring.rows, ring.fold, _WIDTH.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, elements)
-    pieces = weight.view(len(weight), size // _WIDTH.value, _WIDTH.value)
+    width = _width(scales is not None)
+    block = [ring.rows, ring.fold, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[weight.dtype])
+    pieces = weight.view(len(weight), size // width, width)
+    num_blocks = triton.cdiv(size, ring.fold * width)
+    has_groups = scales is not None and scales.columns > 0
+    span = num_blocks
+    if scales is not None:
+        span = 1 if has_groups else min(span, _MOST_ADDED // width)
     _linear_ring_kernel[(num_programs,)](
         x,
         None if norm is None else norm.weight,
@@ -115,19 +148,24 @@ def linear_ring(
         None if norm is None else norm.total,
         None if norm is None else norm.branch_weight,
         TensorDescriptor.from_tensor(pieces, block, layout),
+        None if scales is None else scales.values,
         bias,
         out,
         num_rows,
         size,
+        None if scales is None else scales.rows,
+        None if scales is None else scales.values.stride(0),
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
         PAUSE=f"nanosleep.u32 {ring.pause}; mov.b32 $0, 0;",
-        LOADS=triton.cdiv(size, _PART),
-        BLOCKS=triton.cdiv(size, ring.fold * _WIDTH.value),
+        LOADS=triton.cdiv(size, _PIECE_ROWS.value * width),
+        BLOCKS=num_blocks,
+        SPAN=span,
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
+        HAS_GROUPS=has_groups,
         num_warps=4,
         **launch_options(x.device),
     )
@@ -154,12 +192,12 @@ def _following(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def _parts(source, size, LOADS: gl.constexpr, LAYOUT: gl.constexpr):
+def _parts(source, size, LOADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """A row in LOADS parts, as of _place; none of None."""
     found = ()
     if source is not None:
         for i in gl.static_range(LOADS):
-            place = _place(i, LAYOUT)
+            place = _place(i, WIDTH, LAYOUT)
             # Volatile: the compiler keeps the order of loads.
             part = gl.load(source + place, mask=place < size, other=0.0, volatile=True)
             found += (part,)  # type: ignore[assignment]
@@ -167,11 +205,11 @@ def _parts(source, size, LOADS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _place(i: gl.constexpr, LAYOUT: gl.constexpr):
+def _place(i: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the pieces of the i-th part of a row are."""
     row = i * _PIECE_ROWS + gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    return row[:, None] * _WIDTH + column[None, :]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    return row[:, None] * WIDTH + column[None, :]
 
 
 @gluon.jit
@@ -204,12 +242,13 @@ def _inputs(
     eps,
     OFFSET: gl.constexpr,
     LOADS: gl.constexpr,
+    WIDTH: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """The parts of x, or with `weights` of its norm, as of DeferredNorm."""
     # What is used last is asked for first: all is, then, before a sum, for which threads wait.
-    before = _parts(residual, size, LOADS, LAYOUT)
-    parts = _parts(x, size, LOADS, LAYOUT)
+    before = _parts(residual, size, LOADS, WIDTH, LAYOUT)
+    parts = _parts(x, size, LOADS, WIDTH, LAYOUT)
     if len(branch_weights) > 0:
         parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
     if residual is not None:
@@ -221,7 +260,7 @@ def _inputs(
         parts = sums
         if gl.program_id(0) == 0:
             for i in gl.static_range(LOADS):
-                place = _place(i, LAYOUT)
+                place = _place(i, WIDTH, LAYOUT)
                 gl.store(total + place, parts[i], mask=place < size)
     if len(weights) > 0:
         parts = _times(parts, _rms_factor(parts, size, eps), weights, OFFSET)
@@ -229,11 +268,35 @@ def _inputs(
 
 
 @gluon.jit
+def _largest(parts):
+    """The largest of a row's sizes."""
+    sizes = gl.abs(parts[0].to(gl.float32))
+    for i in gl.static_range(1, len(parts)):
+        sizes = gl.maximum(sizes, gl.abs(parts[i].to(gl.float32)))
+    return gl.max(gl.max(sizes, 1), 0)
+
+
+@gluon.jit
+def _store_in_two(part, factor, target):
+    """Write the two numbers of each input of a part: those of a piece are neighbouring rows."""
+    high, low = in_two(part.to(gl.float32) * factor)
+    both = gl.join(high, low).permute((0, 2, 1))
+    target.store(both.reshape([2 * part.shape[0], part.shape[1]]))
+
+
+@gluon.jit
+def _first_row(unit, ROWS: gl.constexpr):
+    """Of the rows that a program takes together."""
+    return (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
+
+
+@gluon.jit
 def _by_row(acc, FOLD: gl.constexpr):
     """[rows]: the sums of the products of pieces with the pieces of x that they belong to."""
     LAYOUT: gl.constexpr = acc.type.layout
+    EACH: gl.constexpr = acc.shape[1] // FOLD  # numbers of an input
     piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) % FOLD
-    column = gl.arange(0, FOLD, layout=gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT)) // EACH
     own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
     return gl.sum(own.reshape([acc.shape[0] // FOLD, FOLD]), 1)
 
@@ -246,49 +309,67 @@ def _linear_ring_kernel(
     total,
     branch_weight,
     weight,
+    scales,
     bias,
     out,
     num_rows,
     size,
+    block_rows,
+    scale_stride,
     eps,
     OFFSET: gl.constexpr,
     STAGES: gl.constexpr,
     PAUSE: gl.constexpr,
     LOADS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SPAN: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """epilogue(x W^T + b) into out [num_rows].
 
     Args:
-        weight: descriptor of W [num_rows or 2 * num_rows, pieces, 64].
+        weight: descriptor of W [num_rows or 2 * num_rows, pieces, inputs of a piece].
+        scales: of a weight in e4m3, for each `block_rows` rows.
         PAUSE: what is done between loads before the wait, in PTX.
         LOADS: parts in which x is loaded.
         BLOCKS: blocks of a row of W.
+        SPAN: those of them that tensor cores add up.
+        HAS_GROUPS: whether each piece has scales of its own.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
     ROWS: gl.constexpr = weight.block_type.shape[0]
     FOLD: gl.constexpr = weight.block_type.shape[1]
+    WIDTH: gl.constexpr = weight.block_type.shape[2]
     DTYPE: gl.constexpr = weight.dtype
-    WHOLE: gl.constexpr = gl.NVMMASharedLayout(2 * _WIDTH, 16, 2)
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, FOLD, 16]
+    BITS: gl.constexpr = 8 * _PIECE // WIDTH
+    EACH: gl.constexpr = 1 if scales is None else 2  # numbers of an input
+    LANES: gl.constexpr = WIDTH // 8
+    WHOLE: gl.constexpr = gl.NVMMASharedLayout(_PIECE, BITS, 2)
+    PARTS: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, FOLD, _WIDTH], weight.layout)
-    x_parts = gl.allocate_shared_memory(DTYPE, [LOADS, _PIECE_ROWS, _WIDTH], WHOLE)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, EACH * FOLD, 256 // BITS],
+    )
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, FOLD, WIDTH], weight.layout)
+    x_parts = gl.allocate_shared_memory(DTYPE, [LOADS, EACH * _PIECE_ROWS, WIDTH], WHOLE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    LEFT: gl.constexpr = [STAGES * HALVES, ROWS * FOLD, WIDTH]
+    RIGHT: gl.constexpr = [LOADS * _PIECE_ROWS // FOLD, EACH * FOLD, WIDTH]
     if _IS_PUBLIC:
-        left = tiles.reinterpret(DTYPE, [STAGES * HALVES, ROWS * FOLD, _WIDTH], WHOLE)
-        right = x_parts.reinterpret(DTYPE, [LOADS * _PIECE_ROWS // FOLD, FOLD, _WIDTH], WHOLE)
+        left = tiles.reinterpret(DTYPE, LEFT, WHOLE)
+        right = x_parts.reinterpret(DTYPE, RIGHT, WHOLE)
     else:
-        left = tiles._reinterpret(DTYPE, [STAGES * HALVES, ROWS * FOLD, _WIDTH], WHOLE)
-        right = x_parts._reinterpret(DTYPE, [LOADS * _PIECE_ROWS // FOLD, FOLD, _WIDTH], WHOLE)
+        left = tiles._reinterpret(DTYPE, LEFT, WHOLE)
+        right = x_parts._reinterpret(DTYPE, RIGHT, WHOLE)
     for each in gl.static_range(STAGES):
         mbarrier.init(ready.index(each), count=1)
     fence_async_shared()
@@ -301,51 +382,81 @@ def _linear_ring_kernel(
         row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
         if PDL:
             gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    weights = _parts(norm_weight, size, LOADS, PARTS)
-    branch_weights = _parts(branch_weight, size, LOADS, PARTS)
+    weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
+    branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _inputs(x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, PARTS)
-    for i in gl.static_range(LOADS):
-        x_parts.index(i).store(parts[i].to(DTYPE))
+    parts = _inputs(
+        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
+    )
+    if scales is None:
+        for i in gl.static_range(LOADS):
+            x_parts.index(i).store(parts[i].to(DTYPE))
+    else:
+        x_factor, x_scale = scales_of_two(_largest(parts))
+        for i in gl.static_range(LOADS):
+            _store_in_two(parts[i], x_factor, x_parts.index(i))
     fence_async_shared()
     _barrier()
+    none = gl.zeros([ROWS * FOLD, EACH * FOLD], gl.float32, SUMS)
+    sum_row = gl.arange(0, ROWS * FOLD, layout=gl.SliceLayout(1, SUMS))
     missing = count - STAGES  # blocks that are not asked for
     stage = 0
     phase = 0
     before = STAGES - 1
     for unit in range(num_units):
-        acc = gl.zeros([ROWS * FOLD, FOLD], gl.float32, SUMS)
-        up = acc
-        for block in range(BLOCKS):
-            mbarrier.wait(ready.index(stage), phase)
-            inputs = right.index(block).permute((1, 0))
-            acc = warpgroup_mma(left.index(stage * HALVES), inputs, acc, is_async=True)
+        if scales is not None:  # asked for before the products that they belong to
+            own_rows = gl.minimum(_first_row(unit, ROWS) + sum_row // FOLD, num_rows - 1)
+            own_scales = scales + own_rows // block_rows * scale_stride
+            up_scales = scales + (num_rows + own_rows) // block_rows * scale_stride
+            if not HAS_GROUPS:
+                scale = gl.load(own_scales)
+                up_scale = gl.load(up_scales) if GATED else scale
+        sums = none
+        up_sums = none
+        for start in range(0, BLOCKS, SPAN):
+            acc = none
+            up = none
+            if HAS_GROUPS:
+                group = gl.minimum(start * FOLD + sum_row % FOLD, size // WIDTH - 1)
+                scale = gl.load(own_scales + group)
+                up_scale = gl.load(up_scales + group) if GATED else scale
+            for block in range(start, gl.minimum(start + SPAN, BLOCKS)):
+                mbarrier.wait(ready.index(stage), phase)
+                inputs = right.index(block).permute((1, 0))
+                acc = warpgroup_mma(left.index(stage * HALVES), inputs, acc, is_async=True)
+                if GATED:
+                    up = warpgroup_mma(left.index(stage * HALVES + 1), inputs, up, is_async=True)
+                    acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+                else:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                if (missing > 0) & (unit + block > 0):
+                    _barrier()  # All warps are done with the block before: its place is free.
+                    _fetch(weight, tiles, ready, before, row, piece, num_rows, GATED)
+                    row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
+                    missing -= 1
+                before = stage
+                is_end = stage == STAGES - 1
+                stage = gl.where(is_end, 0, stage + 1)
+                phase = gl.where(is_end, 1 - phase, phase)
             if GATED:
-                up = warpgroup_mma(left.index(stage * HALVES + 1), inputs, up, is_async=True)
-                acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+                acc, up = warpgroup_mma_wait(0, deps=[acc, up])
             else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            if (missing > 0) & (unit + block > 0):
-                _barrier()  # All warps are done with the block before: its place is free.
-                _fetch(weight, tiles, ready, before, row, piece, num_rows, GATED)
-                row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
-                missing -= 1
-            before = stage
-            is_end = stage == STAGES - 1
-            stage = gl.where(is_end, 0, stage + 1)
-            phase = gl.where(is_end, 1 - phase, phase)
-        if GATED:
-            acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        y = _by_row(acc, FOLD)
-        first = (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
-        rows = first + gl.arange(0, ROWS, layout=y.type.layout)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+            if HAS_GROUPS:
+                acc = acc * scale[:, None]
+                up = up * up_scale[:, None]
+            sums = acc if SPAN == BLOCKS else sums + acc
+            up_sums = up if SPAN == BLOCKS else up_sums + up
+        if scales is not None:
+            sums = sums * (x_scale if HAS_GROUPS else (x_scale * scale)[:, None])
+            up_sums = up_sums * (x_scale if HAS_GROUPS else (x_scale * up_scale)[:, None])
+        y = _by_row(sums, FOLD)
+        rows = _first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
         if HAS_BIAS:
             y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
         if GATED:
-            ups = _by_row(up, FOLD)
+            ups = _by_row(up_sums, FOLD)
             if HAS_BIAS:
                 shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
                 ups += shift.to(gl.float32)
