@@ -264,7 +264,7 @@ def experts() -> None:
     from octavo.ops.cuda import experts_mx_hopper, experts_one_packed
     from octavo.ops.cuda.expert_weights import ExpertMatrices
     from octavo.ops.cuda.experts_mx_hopper import MxExperts
-    from octavo.ops.cuda.routing import CudaRouter
+    from octavo.ops.cuda.routing import CudaRouter, list_blocks
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
     from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8
@@ -316,6 +316,7 @@ def experts() -> None:
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
+    list_blocks(torch.zeros(64, 8, dtype=torch.int32), num, num_hit)
 
 
 def experts_on_hopper(

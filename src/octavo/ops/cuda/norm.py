@@ -29,6 +29,7 @@ from octavo.ops.quantized import ROUNDED_GROUP, Rounding
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
 FEW_ROWS = 16  # whose loads the next kernel would delay
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def norm(
@@ -100,6 +101,8 @@ def _launch(
     block = power_of_2(size)
     if rounding is Rounding.GROUPS:
         block = max(block, ROUNDED_GROUP)
+    all_splits = num_splits + second_splits
+    num_warps = _num_warps(block, num_rows, all_splits, exchange is not None)
     weight, bias = affine or Affine(None)
     twin_weight, twin_bias = twin or Affine(None)
     branch_weight, branch_bias = branch or Affine(None)
@@ -139,7 +142,9 @@ def _launch(
         GROUP=ROUNDED_GROUP if rounding is Rounding.GROUPS else block,
         DTYPE=_ELEMENTS[dtype],
         LATE=_is_late(num_rows, num_splits) and exchange is None,
-        num_warps=_num_warps(block, num_rows, num_splits + second_splits, exchange is not None),
+        num_warps=num_warps,
+        # As many as there are: ptxas would keep to 32, and load some splits after adding others.
+        maxnreg=min(255, _REGISTERS // (32 * num_warps)) if all_splits > 1 else None,
         **launch_options(x.device),
     )
     return results
@@ -179,10 +184,14 @@ def _num_warps(block: int, num_rows: int, num_splits: int, exchanges: bool) -> i
 
 @triton.jit
 def _sum_of_splits(start, stride, inside, columns, SPLITS: tl.constexpr):
-    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    """In their order; all are asked for before the first ones are added."""
+    parts = (tl.load(start + columns, mask=inside, other=0.0),)
     for split in tl.static_range(1, SPLITS):
-        more = tl.load(start + split * stride + columns, mask=inside, other=0.0)
-        values += more.to(tl.float32)
+        part = tl.load(start + split * stride + columns, mask=inside, other=0.0)
+        parts += (part,)  # type: ignore[assignment]
+    values = parts[0].to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        values += parts[split].to(tl.float32)
     return values
 
 
@@ -225,9 +234,7 @@ def _scale_and_shift(weight, bias, inside, columns):
 _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit(
-    do_not_specialize=["heads", "split_stride", "second_stride", "slot_rows", "scale_stride"]
-)
+@triton.jit(do_not_specialize=["heads", "slot_rows", "scale_stride"])
 def _norm_kernel(
     x,
     second,

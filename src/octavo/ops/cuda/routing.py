@@ -2,9 +2,9 @@
 
 One kernel computes the logits; a program has some experts and, while tokens are few, some of the
 inputs. Of the programs that share a tile of tokens, the one that finishes last adds up and chooses
-their experts, and lists the rows of each expert if there is no other tile. For more tokens a second
-kernel does, with a program per expert: it counts and ranks instead of using atomics, so lists are
-in the order of tokens.
+their experts, and lists the rows of each expert if there is no other tile. Of more tokens it marks
+and counts those of each expert, and a second kernel makes lists of that, with a warp for each
+expert. Nothing uses atomics for places, so lists are in the order of tokens.
 Nothing depends on the values that the host would have to know: launches follow from the number of
 tokens, and can be captured in graphs.
 """
@@ -29,14 +29,14 @@ SOFTMAX = tl.constexpr(int(Scoring.SOFTMAX))
 SIGMOID = tl.constexpr(int(Scoring.SIGMOID))
 SPARSEMIXER = tl.constexpr(int(Scoring.SPARSEMIXER))
 LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
-LOWEST_KEY = tl.constexpr(-(2**63))  # of experts that cannot be chosen, or have been
+LOWEST_KEY = tl.constexpr(-(2**31))  # of experts that cannot be chosen, or have been
 NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
-MOST_RANKED = tl.constexpr(256)  # ids or experts that are compared with each other
 TILE_TOKENS = 16
-FEW_TOKENS = 256  # with more, programs compute more logits each
-_PROGRAMS = 512  # into about so many the inputs of few tokens are cut
+FEW_TOKENS = 512  # with more, programs take all inputs
+_EXPERTS_AT_ONCE = 64  # that a tensor core's instruction multiplies with few tokens
+_MOST_SPLITS = 16  # of the inputs, which the last program adds up
 _MOST_AHEAD = 4  # blocks of columns that are loaded together
-SCANNED = 1024  # ids that the listing kernel looks at together
+_MOST_TILES = 32  # that the listing kernel looks at together
 _MAX_TILES = 1 << 16
 
 
@@ -49,6 +49,23 @@ class BlockLists(NamedTuple):
     ends: Tensor  # int32 [max_blocks]
     num_blocks: Tensor  # int32 [1]; blocks from here on have no meaning
     block_rows: int
+
+
+class _Marks(NamedTuple):
+    """Which experts tokens take, by expert: all that the lists are made of."""
+
+    marks: Tensor  # uint8 [num_experts, tokens of all tiles]: 0, or one more than the expert's slot
+    counts: Tensor  # uint8 [num_tiles, num_experts]: how many tokens of a tile take the expert
+
+
+class _Cut(NamedTuple):
+    """What a program of the routing kernel computes of the logits of a tile of tokens."""
+
+    experts: int
+    columns: int  # at once
+    ahead: int  # blocks of columns, whose weights are loaded early; 0: all, one after the other
+    splits: int  # into which the inputs are cut
+    warps: int
 
 
 class CudaRouter:
@@ -87,23 +104,19 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
     is_one = num_tokens == 1
-    if is_one:
-        tile, columns = 1, min(4096, power_of_2(size))
-        at_once = 4 if columns <= 2048 else 2
-    else:
-        at_once = 16 if num_tokens <= FEW_TOKENS else 64
-        tile, columns = TILE_TOKENS, min(256, max(16, power_of_2(size)))
-    tiles = triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile)
-    ahead = 0 if is_one else _blocks_ahead(tiles[0] * tiles[1], triton.cdiv(size, columns))
-    grid = *tiles, triton.cdiv(size, ahead * columns) if ahead else 1
+    tile = 1 if is_one else TILE_TOKENS
+    cut = _cut(num_tokens, size, x.element_size())
+    num_tiles = triton.cdiv(num_tokens, tile)
+    grid = triton.cdiv(num_experts, cut.experts), num_tiles, cut.splits
     shape = grid[2], num_tokens, num_experts
     logits = torch.empty(shape, dtype=torch.float32, device=x.device)
     lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
-    is_few = grid[1] == 1 and top_k * tile <= MOST_RANKED.value
+    marks = None if num_tiles == 1 else _empty_marks(num_tiles, top_k, num_experts, x.device)
     listed: tuple[Tensor | None, ...] = (None,) * 5
-    if lists is not None and is_few:
+    if lists is not None and marks is None:
         listed = lists[:5]
-    assert grid[1] <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
+    assert num_tiles <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
+    is_softmax = config.scoring is Scoring.SOFTMAX
     _route_kernel[grid](
         x,
         weights.weight,
@@ -115,49 +128,82 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         _arrivals(x.device),
         num_hit,
         *listed,
+        *(marks or (None, None)),
         num_tokens,
         x.stride(0),
         size,
         num_experts,
+        num_tiles * TILE_TOKENS,
         config.scale,
         2 * config.jitter,
         TOKENS=tile,
-        EXPERTS=at_once,
-        COLUMNS=columns,
-        AHEAD=ahead,
-        SPLITS=grid[2],
+        EXPERTS=cut.experts,
+        COLUMNS=cut.columns,
+        AHEAD=cut.ahead,
+        SPLITS=cut.splits,
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
         SLOTS=power_of_2(top_k),
-        LISTED=power_of_2(min(num_tokens, TILE_TOKENS) * top_k),
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
         GROUPS=config.num_groups,
         GROUP_SLOTS=power_of_2(config.num_groups),
         TOP_GROUPS=config.top_groups,
+        BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
         IEEE=x.dtype == torch.float32,
-        num_warps=4,
+        num_warps=cut.warps,
         num_stages=4,
         **launch_options(x.device),
     )
-    if lists is not None and not is_few:
-        _list(ids, lists, num_experts, num_hit)
+    if lists is not None and marks is not None:
+        _list(marks, lists, top_k, num_hit)
     return Routed(ids, chosen, lists)
 
 
-def _blocks_ahead(num_tiles: int, num_blocks: int) -> int:
-    """How many of `num_blocks` blocks of inputs a program takes, and loads the weights of before
-    the preceding kernel has ended; 0: all of them, one after the other."""
-    ahead = triton.cdiv(num_blocks, max(1, _PROGRAMS // num_tiles))
-    return ahead if ahead <= _MOST_AHEAD else 0
+def _cut(num_tokens: int, size: int, element_size: int) -> _Cut:
+    """How the logits of so many tokens are cut among programs.
+
+    Programs are few: the last one of a tile adds up what all have stored. Microseconds of a norm
+    and routing of Qwen3-30B-A3B on one H200 in two runs, by experts x blocks of 256 inputs of a
+    program:
+        tokens    16 x 1    32 x 2    64 x 1    64 x 2    64 x 4
+            64               11.16     11.40      9.90
+           256                         17.19     14.31
+             8      7.63                7.66      8.17
+           256                                   12.71     11.43
+    Four blocks, which take 160 KB of shared memory, are left to inputs that need them.
+    """
+    if num_tokens == 1:
+        return _Cut(1, min(4096, power_of_2(size)), 0, 1, 1)
+    columns = min(512 // element_size, max(16, power_of_2(size)))
+    num_blocks = triton.cdiv(size, columns)
+    ahead = 1 if num_tokens <= TILE_TOKENS else min(2, num_blocks)
+    ahead = max(ahead, triton.cdiv(num_blocks, _MOST_SPLITS))
+    if num_tokens > FEW_TOKENS or ahead > _MOST_AHEAD:
+        return _Cut(_EXPERTS_AT_ONCE, min(columns, 256 // element_size), 0, 1, 4)
+    return _Cut(_EXPERTS_AT_ONCE, columns, ahead, triton.cdiv(num_blocks, ahead), 4)
 
 
 def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
     """The rows of each expert, of dense int32 ids [num_tokens, top_k]; num_hit: see
     make_router_kernel."""
     num_tokens, top_k = ids.shape
+    num_tiles = triton.cdiv(num_tokens, TILE_TOKENS)
+    marks = _empty_marks(num_tiles, top_k, num_experts, ids.device)
+    _mark_kernel[(num_tiles,)](
+        ids,
+        *marks,
+        num_tokens,
+        num_experts,
+        num_tiles * TILE_TOKENS,
+        TOKENS=TILE_TOKENS,
+        ALL_EXPERTS=power_of_2(num_experts),
+        TOP_K=top_k,
+        num_warps=4,
+        **launch_options(ids.device),
+    )
     lists = _empty_lists(num_tokens, top_k, num_experts, ids.device)
-    _list(ids, lists, num_experts, num_hit)
+    _list(marks, lists, top_k, num_hit)
     return lists
 
 
@@ -170,30 +216,42 @@ def _empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.de
     return BlockLists(rows, experts, begins, ends, num_blocks, tokens)
 
 
-def _list(ids: Tensor, lists: BlockLists, num_experts: int, num_hit: Tensor) -> None:
-    num_ids = ids.numel()
+def _empty_marks(num_tiles: int, top_k: int, num_experts: int, device: torch.device) -> _Marks:
+    assert top_k < 256, "marks are bytes"
+    marks = torch.empty((num_experts, num_tiles * TILE_TOKENS), dtype=torch.uint8, device=device)
+    return _Marks(marks, torch.empty((num_tiles, num_experts), dtype=torch.uint8, device=device))
+
+
+def _list(marks: _Marks, lists: BlockLists, top_k: int, num_hit: Tensor) -> None:
+    num_tiles, num_experts = marks.counts.shape
     _list_kernel[(num_experts,)](
-        ids,
+        *marks,
         *lists[:5],
         num_hit,
-        num_ids,
-        # One bin more than experts, for what is beyond the end.
-        BINS=power_of_2(num_experts + 1),
-        SCANNED=min(SCANNED, power_of_2(num_ids)),
+        num_tiles,
+        num_tiles * TILE_TOKENS,
+        ALL_EXPERTS=power_of_2(num_experts),
+        TILES=power_of_2(min(num_tiles, _MOST_TILES)),
+        SCANNED=power_of_2(min(num_tiles, _MOST_TILES) * TILE_TOKENS),
+        TOP_K=top_k,
         BLOCK_ROWS=lists.block_rows,
-        num_warps=4,
-        **launch_options(ids.device),
+        num_warps=1,
+        **launch_options(marks.counts.device),
     )
 
 
 @triton.jit
-def _keys(scores, columns, ALL_EXPERTS: tl.constexpr):
-    """Integers in the order of scores, all different: of equal scores, the first is the largest.
-    NaN is below all others."""
+def _keys(scores):
+    """Integers in the order of scores, of which NaN is below all others."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = tl.where(scores != scores, NAN_KEY, keys)
-    return (keys.to(tl.int64) << 16) | (ALL_EXPERTS - 1 - columns)[None, :].to(tl.int64)
+    return tl.where(scores != scores, NAN_KEY, keys)
+
+
+@triton.jit
+def _scores_of(keys):
+    """What `_keys` made them of; NaN for the lowest ones."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -203,9 +261,15 @@ def _at(values, columns, column):
 
 
 @triton.jit
-def _best(keys, ALL_EXPERTS: tl.constexpr):
-    """Each row's column with the largest key."""
-    return ALL_EXPERTS - 1 - (tl.max(keys, 1) & 0xFFFF).to(tl.int32)
+def _best(keys, columns):
+    """Each row's largest key, and the first column that has it.
+
+    Two reductions of 32-bit integers, for each of which a warp has one instruction, take a third of
+    the instructions of one reduction of 64-bit integers that hold keys and columns.
+    """
+    largest = tl.max(keys, 1)
+    has_it = keys == largest[:, None]
+    return largest, tl.min(tl.where(has_it, columns[None, :], keys.shape[1] - 1), 1)
 
 
 @triton.jit
@@ -214,7 +278,6 @@ def _keys_of_best_groups(
     choice,
     columns,
     group_size,
-    ALL_EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -225,9 +288,9 @@ def _keys_of_best_groups(
     sums = tl.zeros([keys.shape[0], GROUP_SLOTS], tl.float32) - float("inf")
     for group in range(GROUPS):
         own = tl.where((columns // group_size == group)[None, :], keys, LOWEST_KEY)
-        first = _best(own, ALL_EXPERTS)
+        _, first = _best(own, columns)
         own = tl.where(columns[None, :] == first[:, None], LOWEST_KEY, own)
-        second = _best(own, ALL_EXPERTS)
+        _, second = _best(own, columns)
         total = _at(choice, columns, first) + _at(choice, columns, second)
         sums = tl.where(slots[None, :] == group, total[:, None], sums)
     above = (sums[:, None, :] > sums[:, :, None]) | (
@@ -249,7 +312,6 @@ def _choose(
     num_experts,
     scale,
     reach,
-    ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
@@ -257,58 +319,44 @@ def _choose(
     GROUPS: tl.constexpr,
     GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
 ):
-    """Ids and weights [TOKENS, SLOTS] by logits [TOKENS, ALL_EXPERTS]."""
+    """Ids and weights [TOKENS, SLOTS] and marks [TOKENS, ALL_EXPERTS] by logits of the same shape.
+    A mark is one more than the slot of an expert, 0 of those that were not chosen.
+
+    BY_LOGITS: experts are chosen by softmax alone: logits are in the order of the probabilities,
+        differ more, and suffice for the weights of a renormalised softmax.
+    """
     is_expert = (columns < num_experts)[None, :]
+    scores = logits
     if SCORING == SIGMOID:
         scores = 1 / (1 + tl.exp(-logits))
-    elif SCORING == SOFTMAX:
+    elif SCORING == SOFTMAX and not BY_LOGITS:
         largest = tl.max(tl.where(is_expert, logits, -float("inf")), 1)[:, None]
         scores = tl.where(is_expert, tl.exp(logits - largest), 0.0)
-        sums = tl.sum(scores, 1)[:, None]
-        scores = scores / sums
-    else:
-        scores = logits
+        scores = scores / tl.sum(scores, 1)[:, None]
     choice = scores
     if correction is not None:
         choice += tl.load(correction + columns, mask=columns < num_experts, other=0.0)[None, :]
-    elif SCORING == SOFTMAX and GROUPS == 1:
-        choice = logits  # whose order is that of the probabilities, and which differ more
-    keys = tl.where(is_expert, _keys(choice, columns, ALL_EXPERTS), LOWEST_KEY)
+    keys = tl.where(is_expert, _keys(choice), LOWEST_KEY)
     if GROUPS > 1:
         size = num_experts // GROUPS
-        keys = _keys_of_best_groups(
-            keys, choice, columns, size, ALL_EXPERTS, GROUPS, GROUP_SLOTS, TOP_GROUPS
-        )
+        keys = _keys_of_best_groups(keys, choice, columns, size, GROUPS, GROUP_SLOTS, TOP_GROUPS)
     slots = tl.arange(0, SLOTS)
-    if logits.shape[0] == 1 and ALL_EXPERTS <= MOST_RANKED and SCORING != SPARSEMIXER:
-        # All ranks at once: of one token, it takes a fraction of the time of one after the other.
-        key = tl.reshape(keys, [ALL_EXPERTS])
-        ranks = tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0)
-        is_at = ranks[None, :] == slots[:, None]
-        ids = tl.sum(tl.where(is_at, columns[None, :], 0), 1)[None, :]
-        own = tl.reshape(scores, [ALL_EXPERTS])
-        weights = tl.sum(tl.where(is_at, own[None, :], 0.0), 1)[None, :]
-        weights = tl.where(slots[None, :] < TOP_K, weights, 0.0)
-    else:
-        ids, weights = _choose_in_turn(
-            keys,
-            scores,
-            logits,
-            columns,
-            reach,
-            ALL_EXPERTS,
-            TOP_K,
-            SLOTS,
-            SCORING,
-            correction is None,
-        )
-        if correction is None and SCORING == SOFTMAX and GROUPS == 1:
-            weights = tl.where(slots[None, :] < TOP_K, tl.exp(weights - largest) / sums, 0.0)
+    largest_key = tl.max(keys, 1)
+    ids, weights, marks = _choose_in_turn(
+        keys, scores, logits, columns, reach, TOP_K, SLOTS, SCORING, correction is None
+    )
+    if BY_LOGITS:
+        largest = _scores_of(largest_key)[:, None]
+        weights = tl.where(slots[None, :] < TOP_K, tl.exp(weights - largest), 0.0)
+        if not RENORMALISES:
+            every = tl.where(is_expert, tl.exp(logits - largest), 0.0)
+            weights = weights / tl.sum(every, 1)[:, None]
     if RENORMALISES:
         total = tl.sum(weights, 1)
         weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
-    return ids, weights * scale
+    return ids, weights * scale, marks
 
 
 @triton.jit
@@ -318,25 +366,21 @@ def _choose_in_turn(
     logits,
     columns,
     reach,
-    ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
     IN_KEYS: tl.constexpr,
 ):
-    """Ids and weights [TOKENS, SLOTS], one expert after the other; with IN_KEYS, weights are what
-    keys were made of, which needs no sum over the experts."""
+    """Ids, weights and marks (`_choose`), one expert after the other; with IN_KEYS, weights are
+    what keys were made of, which needs no sum over the experts."""
     slots = tl.arange(0, SLOTS)
     ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
     weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
+    marks = tl.zeros(logits.shape, tl.int32)
     for slot in range(TOP_K):
-        key = tl.max(keys, 1)
-        best = ALL_EXPERTS - 1 - (key & 0xFFFF).to(tl.int32)
-        if IN_KEYS:
-            bits = (key >> 16).to(tl.int32)
-            weight = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        else:
-            weight = _at(scores, columns, best)
+        key, best = _best(keys, columns)
+        is_best = columns[None, :] == best[:, None]
+        weight = _scores_of(key) if IN_KEYS else _at(scores, columns, best)
         if SCORING == SPARSEMIXER:
             largest = weight[:, None]
             limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
@@ -345,8 +389,9 @@ def _choose_in_turn(
             weight = 1 / tl.sum(near, 1)
         ids = tl.where(slots[None, :] == slot, best[:, None], ids)
         weights = tl.where(slots[None, :] == slot, weight[:, None], weights)
-        keys = tl.where(columns[None, :] == best[:, None], LOWEST_KEY, keys)
-    return ids, weights
+        marks = tl.where(is_best, slot + 1, marks)
+        keys = tl.where(is_best, LOWEST_KEY, keys)
+    return ids, weights, marks
 
 
 @triton.jit
@@ -356,36 +401,43 @@ def _count_hit(num_hit, count):
 
 
 @triton.jit
-def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LISTED: tl.constexpr):
-    """What `_list_kernel` writes, of at most LISTED ids, among which an expert has one block."""
-    places = tl.arange(0, LISTED)
-    is_id = places < num_ids
-    # In two arrangements: each id is compared with each.
-    own = tl.load(ids + places, mask=is_id, other=1 << 30)
-    others, other_places = own[:, None], places[:, None]
-    is_less = others < own[None, :]
-    is_same = others == own[None, :]
-    begin = tl.sum(is_less.to(tl.int32), 0)
-    count = tl.sum(is_same.to(tl.int32), 0)
-    rank = tl.sum((is_same & (other_places < places[None, :])).to(tl.int32), 0)
-    is_first = (rank == 0) & is_id
-    block = tl.sum((is_less & is_first[:, None]).to(tl.int32), 0)
-    tl.store(rows + begin + rank, places, mask=is_id)
-    tl.store(experts + block, own, mask=is_first)
-    tl.store(begins + block, begin, mask=is_first)
-    tl.store(ends + block, begin + count, mask=is_first)
-    total = tl.sum(is_first.to(tl.int32), 0)
+def _list_tile(
+    marks, tokens, columns, rows, experts, begins, ends, num_blocks, num_hit, TOP_K: tl.constexpr
+):
+    """What `_list_kernel` writes, of a single tile of tokens, among which an expert has one
+    block."""
+    is_own = (marks > 0).to(tl.int32)
+    counts = tl.sum(is_own, 0)
+    is_hit = (counts > 0).to(tl.int32)
+    begin = tl.cumsum(counts, 0) - counts
+    block = tl.cumsum(is_hit, 0) - is_hit
+    places = begin[None, :] + tl.cumsum(is_own, 0) - is_own
+    tl.store(rows + places, tokens[:, None] * TOP_K + marks - 1, mask=marks > 0)
+    tl.store(experts + block, columns, mask=counts > 0)
+    tl.store(begins + block, begin, mask=counts > 0)
+    tl.store(ends + block, begin + counts, mask=counts > 0)
+    total = tl.sum(is_hit, 0)
     tl.store(num_blocks, total)
     _count_hit(num_hit, total)
 
 
 @triton.jit
-def _multiplied(values, piece, result, IEEE: tl.constexpr):
-    """result plus values times piece^T; with IEEE as exact as float32 is."""
+def _store_marks(marks, tile, tokens, columns, marked, counts, num_experts, marked_stride):
+    """Marks by expert, and how many tokens of the tile each expert has, for `_list_kernel`."""
+    is_expert = columns < num_experts
+    places = marked + columns[None, :] * marked_stride + tokens[:, None]
+    tl.store(places, marks.to(tl.uint8), mask=is_expert[None, :])
+    count = tl.sum((marks > 0).to(tl.int32), 0)
+    tl.store(counts + tile * num_experts + columns, count.to(tl.uint8), mask=is_expert)
+
+
+@triton.jit
+def _multiplied(piece, values, result, IEEE: tl.constexpr):
+    """result plus piece times values^T; with IEEE as exact as float32 is."""
     if IEEE:
-        result = tl.dot(values, tl.trans(piece), result, input_precision="ieee")
+        result = tl.dot(piece, tl.trans(values), result, input_precision="ieee")
     else:
-        result = tl.dot(values, tl.trans(piece), result)
+        result = tl.dot(piece, tl.trans(values), result)
     return result
 
 
@@ -405,10 +457,13 @@ def _route_kernel(
     begins,
     ends,
     num_blocks,
+    marked,
+    counts,
     num_tokens,
     stride,
     size,
     num_experts,
+    marked_stride,
     scale,
     reach,
     TOKENS: tl.constexpr,
@@ -419,12 +474,12 @@ def _route_kernel(
     ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
-    LISTED: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISES: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -463,28 +518,33 @@ def _route_kernel(
             piece = tl.load(weight_places + start, mask=inside[None, :], other=0.0)
             values = tl.load(x + start + columns, mask=inside, other=0.0)
             acc += piece.to(tl.float32) * values.to(tl.float32)[None, :]
-        result = tl.sum(acc, 1)[None, :]
+        result = tl.sum(acc, 1)[:, None]
     else:
         places = x + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
-        result = tl.zeros([TOKENS, EXPERTS], tl.float32)
+        zeros = tl.zeros([EXPERTS, TOKENS], tl.float32)
+        result = zeros
+        loaded = ()
         for i in tl.static_range(AHEAD):
             start = (split * AHEAD + i) * COLUMNS
             inside = (columns < size - start)[None, :]
             values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
-            result = _multiplied(values, pieces[i], result, IEEE)
+            loaded += (values,)  # type: ignore[assignment]
+        for i in tl.static_range(AHEAD):  # no product waits for another one
+            result += _multiplied(pieces[i], loaded[i], zeros, IEEE)
         if AHEAD == 0:
             for start in range(0, size, COLUMNS):
                 inside = (columns < size - start)[None, :]
                 values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
                 piece = tl.load(weight_places + start, mask=inside, other=0.0)
-                result = _multiplied(values, piece, result, IEEE)
+                result = _multiplied(piece, values, result, IEEE)
     if bias is not None:
         shift = tl.load(bias + experts, mask=experts < num_experts, other=0.0).to(tl.float32)
-        result += tl.where(split == 0, shift, 0.0)[None, :]
+        result += tl.where(split == 0, shift, 0.0)[:, None]
     logit_rows = logits + tokens.to(tl.int64)[:, None] * num_experts
-    is_stored = is_token[:, None] & (experts < num_experts)[None, :]
+    is_stored = (experts < num_experts)[:, None] & is_token[None, :]
     of_split = num_tokens * num_experts
-    tl.store(logit_rows + split * of_split + experts[None, :], result, mask=is_stored)
+    targets = logits + tokens.to(tl.int64)[None, :] * num_experts + experts[:, None]
+    tl.store(targets + split * of_split, result, mask=is_stored)
     tl.debug_barrier()
     seen = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
     if seen == tl.num_programs(0) * SPLITS - 1:
@@ -493,14 +553,13 @@ def _route_kernel(
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         for i in tl.static_range(1, SPLITS):
             given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
-        found, chosen = _choose(
+        found, chosen, marks = _choose(
             given,
             every,
             correction,
             num_experts,
             scale,
             reach,
-            ALL_EXPERTS,
             TOP_K,
             SLOTS,
             SCORING,
@@ -508,68 +567,108 @@ def _route_kernel(
             GROUPS,
             GROUP_SLOTS,
             TOP_GROUPS,
+            BY_LOGITS,
         )
         slots = tl.arange(0, SLOTS)
-        targets = tokens[:, None] * TOP_K + slots[None, :]
+        chosen_places = tokens[:, None] * TOP_K + slots[None, :]
         is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
-        tl.store(ids + targets, found, mask=is_slot)
-        tl.store(weights + targets, chosen, mask=is_slot)
+        tl.store(ids + chosen_places, found, mask=is_slot)
+        tl.store(weights + chosen_places, chosen, mask=is_slot)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
             _count_hit(num_hit, TOP_K)
+        marks = tl.where(is_token[:, None], marks, 0)
         if rows is not None:
-            tl.debug_barrier()
-            _list_few(
-                ids,
+            _list_tile(
+                marks,
+                tokens,
+                every,
                 rows,
                 block_experts,
                 begins,
                 ends,
                 num_blocks,
                 num_hit,
-                num_tokens * TOP_K,
-                LISTED,
+                TOP_K,
             )
+        if marked is not None:
+            _store_marks(marks, tile, tokens, every, marked, counts, num_experts, marked_stride)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
-def _list_kernel(
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mark_kernel(
     ids,
+    marked,
+    counts,
+    num_tokens,
+    num_experts,
+    marked_stride,
+    TOKENS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Marks of a tile of tokens whose experts were chosen elsewhere."""
+    allow_next(PDL)
+    wait_previous(PDL)
+    tile = tl.program_id(0)
+    tokens = tile * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.arange(0, ALL_EXPERTS)
+    marks = tl.zeros([TOKENS, ALL_EXPERTS], tl.int32)
+    for slot in range(TOP_K):
+        chosen = tl.load(ids + tokens * TOP_K + slot, mask=tokens < num_tokens, other=-1)
+        marks = tl.where(chosen[:, None] == columns[None, :], slot + 1, marks)
+    _store_marks(marks, tile, tokens, columns, marked, counts, num_experts, marked_stride)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _list_kernel(
+    marked,
+    counts,
     rows,
     experts,
     begins,
     ends,
     num_blocks,
     num_hit,
-    num_ids,
-    BINS: tl.constexpr,
+    num_tiles,
+    marked_stride,
+    ALL_EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
     SCANNED: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rows and blocks of one expert. Every program counts the rows of all experts, for the
-    places of its own."""
+    """The rows and blocks of one expert, by a single warp, which waits for no other. Every program
+    adds up the tokens of all experts, for the places of its own."""
     allow_next(PDL)
     wait_previous(PDL)
     expert = tl.program_id(0)
-    offsets = tl.arange(0, SCANNED)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, num_ids, SCANNED):
-        found = tl.load(ids + start + offsets, mask=offsets < num_ids - start, other=BINS - 1)
-        counts += tl.histogram(found, BINS)
-    every = tl.arange(0, BINS)
-    counts = tl.where(every < tl.num_programs(0), counts, 0)
-    blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    count = tl.sum(tl.where(every == expert, counts, 0), 0)
-    begin = tl.sum(tl.where(every < expert, counts, 0), 0)
+    num_experts = tl.num_programs(0)
+    tokens = tl.arange(0, SCANNED)
+    own_marks = marked + expert * marked_stride + tokens
+    marks = tl.load(own_marks, mask=tokens < marked_stride, other=0).to(tl.int32)
+    every = tl.arange(0, ALL_EXPERTS)
+    totals = tl.zeros([ALL_EXPERTS], tl.int32)
+    for start in range(0, num_tiles, TILES):
+        tiles = start + tl.arange(0, TILES)
+        is_count = (tiles < num_tiles)[:, None] & (every < num_experts)[None, :]
+        places = counts + tiles[:, None] * num_experts + every[None, :]
+        totals += tl.sum(tl.load(places, mask=is_count, other=0).to(tl.int32), 0)
+    blocks = (totals + BLOCK_ROWS - 1) // BLOCK_ROWS
+    count = tl.sum(tl.where(every == expert, totals, 0), 0)
+    begin = tl.sum(tl.where(every < expert, totals, 0), 0)
     block = tl.sum(tl.where(every < expert, blocks, 0), 0)
     place = begin
-    for start in range(0, num_ids, SCANNED):
-        found = tl.load(ids + start + offsets, mask=offsets < num_ids - start, other=BINS - 1)
-        is_own = (found == expert).to(tl.int32)
-        ranks = tl.cumsum(is_own, 0) - 1
-        tl.store(rows + place + ranks, start + offsets, mask=is_own > 0)
+    for start in range(0, marked_stride, SCANNED):
+        following = start + SCANNED + tokens
+        next_marks = tl.load(own_marks + start + SCANNED, mask=following < marked_stride, other=0)
+        is_own = (marks > 0).to(tl.int32)
+        targets = rows + place + tl.cumsum(is_own, 0) - is_own
+        tl.store(targets, (start + tokens) * TOP_K + marks - 1, mask=marks > 0)
         place += tl.sum(is_own, 0)
+        marks = next_marks.to(tl.int32)
     for first in range(0, count, BLOCK_ROWS):
         tl.store(experts + block, expert)
         tl.store(begins + block, begin + first)
@@ -577,5 +676,4 @@ def _list_kernel(
         block += 1
     if expert == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
-        hit = tl.sum((counts > 0).to(tl.int64), 0)
-        _count_hit(num_hit, hit)
+        _count_hit(num_hit, tl.sum((totals > 0).to(tl.int32), 0))
