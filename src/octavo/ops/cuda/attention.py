@@ -492,10 +492,5 @@ def _make_scratch(
         for shape in shapes
     ]
     rows = [place * shape.num_heads for place, shape in zip(places, shapes, strict=True)]
-    sums = max(n * shape.head_dim for n, shape in zip(rows, shapes, strict=True))
-    heads = max(n * shape.num_kv_heads for n, shape in zip(places, shapes, strict=True))
-    return Scratch(
-        sums=torch.empty(sums, dtype=torch.float32, device=device),
-        stats=torch.empty(2 * max(rows), dtype=torch.float32, device=device),
-        counters=torch.zeros(heads, dtype=torch.int32, device=device),
-    )
+    elements = max(n * shape.head_dim for n, shape in zip(rows, shapes, strict=True))
+    return Scratch.of(max(rows), elements, device)

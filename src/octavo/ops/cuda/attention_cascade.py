@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.base import KVScales
-from octavo.ops.cuda.attention_decode import Scratch
+from octavo.ops.cuda.attention_decode import Scratch, leave_result
 from octavo.ops.cuda.attention_prefill import attend
 from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh
 from octavo.ops.cuda.kv_write import HeadChanges
@@ -88,9 +88,8 @@ def _cascade_kernel(
     table,
     items,
     members,
-    sums,
-    stats,
-    counters,
+    means,
+    sizes,
     cos,
     sin,
     query_weight,
@@ -134,7 +133,6 @@ def _cascade_kernel(
     wait_previous(PDL)
     if count > 0:
         row = tl.arange(0, ROWS)
-        dim = tl.arange(0, DIM_PAD)
         inside = row < count * GROUP
         member = members + (first_member + row // GROUP) * MEMBER_SIZE
         token = tl.load(member, mask=inside, other=0).to(tl.int64)
@@ -179,13 +177,7 @@ def _cascade_kernel(
 
         place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + split
         result = (place * NUM_KV_HEADS + head) * GROUP + row % GROUP
-        tl.store(stats + result * 2, top, mask=inside)
-        tl.store(stats + result * 2 + 1, total, mask=inside)
-        in_head = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        tl.store(sums + result[:, None] * HEAD_DIM + dim[None, :], acc, mask=in_head)
-        # Read by the next kernel, so no order is needed.
-        counter = counters + tl.load(member + 3, mask=inside, other=0) * NUM_KV_HEADS + head
-        tl.atomic_add(counter, 1, mask=inside & (row % GROUP == 0), sem="relaxed")
+        leave_result(means, sizes, result, inside, top, total, acc, HEAD_DIM)
 
 
 def cascade_attention(
@@ -212,7 +204,7 @@ def cascade_attention(
             key is a multiple of `tile_alignment(config.tile, block_size)`, and
             members * group <= config.rows.
         members: int32, MEMBER_FIELDS each (token, its position, place of the segment's first
-            partial result, place of the sequence's first partial result).
+            partial result).
         kv_scales: if the cache is e4m3.
     """
     num_heads, head_dim = query.shape[1:]
@@ -224,9 +216,8 @@ def cascade_attention(
         table,
         items,
         members,
-        scratch.sums,
-        scratch.stats,
-        scratch.counters,
+        scratch.means,
+        scratch.sizes,
         cos,
         sin,
         query_weight,

@@ -3,8 +3,17 @@
 A work item is (a sequence, a split of its keys): one program per KV head computes it for all query
 heads of that KV head, which fill the rows of one tile. The program of a sequence's last split also
 writes the new token's K and V, so a decode is one kernel. If a sequence has several splits, each
-leaves a partial result, and the program that finishes last combines them in their order: equal
-lengths give equal bits. Reference: `ReferenceBackend`.
+leaves a partial result, and the last ones combine them in their order: equal lengths give equal
+bits. Reference: `ReferenceBackend`.
+
+The results announce themselves, as in all_reduce.py: a place of the scratch holds EMPTY, a bit
+pattern that no program leaves there, until its result has come. Who combines looks until there is
+none left, and makes the places EMPTY again; the next kernel's programs write only when this one has
+ended. So there is no counter, no fence, and no second way to the L2 cache. Programs start in the
+order of their index, and all but the last of a sequence leave their result without waiting for
+programs: one that waits for those before it always gets it. Of up to 8 pairs of sequences and KV
+heads, several programs combine some query heads each, and so also wait for programs that start
+after them: these find room on any GPU that has more SMs than such programs wait (`_ROOMY`).
 
 Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds for keys per tile, warps, tiles
 in flight):
@@ -51,8 +60,9 @@ One sequence is a matter of latency, to which the conversions add. Other head si
 the tiles of bf16; they were not measured.
 
 Up to 8 pairs of sequences and KV heads are a matter of latency: what counts is how many loads wait
-for others. Their splits are single tiles, which are loaded before the preceding kernel has ended,
-and are combined all at once (docs/performance.md, Decode steps). Constants are loaded early, too:
+for others. Their splits are single tiles, which are loaded before the preceding kernel has ended
+and not waited for before the queries have come, and several programs combine them
+(docs/performance.md, Decode steps). Constants are loaded early, too:
 after the wait, their layouts would be changed through shared memory before the queries are asked
 for, and each would be a latency of its own.
 
@@ -62,8 +72,10 @@ through shared memory, 4 bytes per copy and as many copies as the keys themselve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -93,13 +105,27 @@ from octavo.ops.cuda.paged import (
     tile_blocks,
     unscaled,
 )
-from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
 from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
-from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
 
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
-_MOST_COMBINED = 64  # splits that are combined at once
+_MOST_COMBINED = 64  # splits of a sequence that is not long
+_MOST_COLLECTING = 8  # programs that share the results of a sequence and KV head
+_MOST_AT_ONCE = 16  # splits whose results a thread loads at once
+_COLLECTED = 64  # elements that it then holds, at most
+_ROOMY = 8 * _MOST_COLLECTING  # SMs: more than programs of 8 pairs that wait for later ones
+EMPTY = tl.constexpr(-2147483648)  # minus zero, which no program leaves
 _SMS = 132  # of the GPU that the configurations were measured on
+
+
+class _Collecting(NamedTuple):
+    """How partial results are combined."""
+
+    heads: int  # that are combined together
+    columns: int  # elements of their results, padded
+    piece: int  # elements that a thread loads together
+    splits: int  # that it loads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +138,22 @@ class DecodeConfig:
     num_programs: int  # that the keys are split for
     is_early: bool = False  # loads its first tile before the preceding kernels have ended
     min_split: int = MIN_SPLIT  # keys that a split has at least
-    combined: int = 32  # elements of partial results that a thread combines at once
+    combined: int = 32  # elements of partial results for each thread, up to which splits are many
 
     def combined_splits(self, group: int, head_dim: int) -> int:
-        """How many splits of `group` query heads are combined at once."""
+        """Up to how many splits of `group` query heads combining them costs little."""
         num_held = self.num_warps * 32 * self.combined
-        size = power_of_2(group) * max(16, power_of_2(head_dim))
-        return min(_MOST_COMBINED, max(1, num_held // size))
+        return min(_MOST_COMBINED, max(1, num_held // power_of_2(group * head_dim)))
+
+    def collecting(self, group: int, head_dim: int) -> _Collecting:
+        """How the results of the splits of `group` query heads are combined."""
+        heads, num_threads = group, self.num_warps * 32
+        if self.is_early:
+            heads = min(group, max(-(-group // _MOST_COLLECTING), num_threads // head_dim))
+        columns = power_of_2(heads * head_dim)
+        held = min(self.combined, _COLLECTED) * num_threads
+        piece = math.gcd(head_dim, min(4, max(1, columns // num_threads)))
+        return _Collecting(heads, columns, piece, min(_MOST_AT_ONCE, max(1, held // columns)))
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
         """For how many splits the keys of all sequences are cut at most; at_once: see above."""
@@ -129,11 +164,19 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Partial results; a kernel leaves the counters at 0 for the next one."""
+    """Places of partial results, as bits of float32: EMPTY before a step, and after it."""
 
-    sums: Tensor  # float32 [num_places, num_kv_heads, group, head_dim], flat
-    stats: Tensor  # float32 [num_places, num_kv_heads, group, 2], flat: maximum (log2) and sum
-    counters: Tensor  # int32 [num_places, num_kv_heads], flat
+    means: Tensor  # int32 [num_places, num_kv_heads, group, head_dim], flat
+    sizes: Tensor  # int32 [num_places, num_kv_heads, group], flat: log2 of the sum of weights
+
+    @classmethod
+    def of(cls, num_rows: int, num_elements: int, device: torch.device) -> Scratch:
+        """For so many rows of results, with so many elements in all."""
+        means, sizes = (
+            torch.full((num,), EMPTY.value, dtype=torch.int32, device=device)
+            for num in (num_elements, num_rows)
+        )
+        return cls(means, sizes)
 
 
 @cache
@@ -177,49 +220,86 @@ def decode_config(
 
 
 @triton.jit
-def _combine(
+def leave_result(means, sizes, place, inside, top, total, acc, HEAD_DIM: tl.constexpr):
+    """Leave the softmax over some keys for `_collect`.
+
+    place, inside [ROWS]: each row's place, and whether it has one; top, total [ROWS]: maximum
+    (log2) and sum of its weights; acc [ROWS, DIM_PAD]: weighted sum of values.
+    """
+    dim = tl.arange(0, acc.shape[1])
+    is_empty = total == 0.0
+    mean = acc * (1.0 / tl.where(is_empty, 1.0, total))[:, None]
+    # One number says how much the mean counts; that of no keys counts nothing.
+    size = tl.where(is_empty, LOWEST, top + tl.log2(total))
+    elements = means + place.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(elements, _announced(mean), mask=inside[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(sizes + place, _announced(size), mask=inside)
+
+
+@triton.jit
+def _announced(x):
+    """The bits of x; zero instead of minus zero, which is EMPTY."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits)
+
+
+@triton.jit
+def _collect(
     output,
-    sums,
-    stats,
-    place,
+    means,
+    sizes,
     num_splits,
     value_scale,
+    num_heads,
     STRIDE: tl.constexpr,  # results from one split to the next
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Combine the splits of one sequence and KV head; `place`: the first one's first result."""
-    row = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, DIM_PAD)
-    inside = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
-    top = tl.full([GROUP_PAD], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    """Wait for the results of all splits for some heads of one sequence, combine them in the order
+    of the splits, and leave their places EMPTY.
+
+    output, means, sizes: of the first head and split; heads lie one behind the other. A thread
+    loads its piece of all splits at once, and exchanges nothing with others but whether all is
+    there.
+    """
+    piece = tl.arange(0, COLUMNS // PIECE)
+    column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    inside = piece * PIECE < num_heads * HEAD_DIM
+    split = tl.arange(0, CHUNK)
+    top = tl.full([COLUMNS // PIECE], LOWEST, tl.float32)
+    total = tl.zeros([COLUMNS // PIECE], tl.float32)
+    acc = tl.zeros([COLUMNS // PIECE, PIECE], tl.float32)
     for first in tl.range(0, num_splits, CHUNK):
-        split = first + tl.arange(0, CHUNK)
-        result = place + split[:, None] * STRIDE + row[None, :]
-        there = (split < num_splits)[:, None] & (row < GROUP)[None, :]
-        # Bypassing the L1 cache, which does not see what other programs wrote.
-        high = tl.load(stats + result * 2, mask=there, other=LOWEST, cache_modifier=".cg")
-        part = tl.load(stats + result * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        x = tl.load(
-            sums + result.to(tl.int64)[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=there[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(high, 0))
+        there = inside[:, None] & (split < num_splits - first)[None, :]
+        elements = means + tl.cast(first, tl.int64) * (STRIDE * HEAD_DIM) + column[:, :, None]
+        elements += (split * (STRIDE * HEAD_DIM))[None, None, :]
+        # Otherwise a thread would take four elements that follow each other, of fewer splits.
+        elements = tl.max_contiguous(elements, [1, PIECE, 1])
+        of_split = sizes + first * STRIDE + (piece * PIECE // HEAD_DIM)[:, None]
+        of_split += (split * STRIDE)[None, :]
+        bits = tl.zeros([COLUMNS // PIECE, PIECE, CHUNK], tl.int32)
+        size_bits = tl.zeros([COLUMNS // PIECE, CHUNK], tl.int32)
+        lowest = tl.cast(EMPTY, tl.int32)  # EMPTY is the least integer
+        while lowest == EMPTY:
+            size_bits = tl.load(of_split, mask=there, other=0, volatile=True)
+            bits = tl.load(elements, mask=there[:, None, :], other=0, volatile=True)
+            lowest = tl.min(tl.minimum(tl.min(tl.min(bits, 2), 1), tl.min(size_bits, 1)), 0)
+        size = tl.where(there, size_bits.to(tl.float32, bitcast=True), LOWEST)
+        new_top = tl.maximum(top, tl.max(size, 1))
         old_weight = tl.exp2(top - new_top)
-        weight = tl.exp2(high - new_top[None, :])
-        acc = acc * old_weight[:, None] + tl.sum(x * weight[:, :, None], 0)
-        total = total * old_weight + tl.sum(part * weight, 0)
+        weight = tl.exp2(size - new_top[:, None])
+        mean = bits.to(tl.float32, bitcast=True)
+        total = total * old_weight + tl.sum(weight, 1)
+        acc = acc * old_weight[:, None] + tl.sum(mean * weight[:, None, :], 2)
         top = new_top
-    total = tl.where(row < GROUP, total, 1.0)
+        tl.store(elements, EMPTY, mask=there[:, None, :])
+        begins = piece * PIECE % HEAD_DIM == 0
+        tl.store(of_split, EMPTY, mask=there & begins[:, None])
+    total = tl.where(inside, total, 1.0)
     out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
-    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=inside)
+    tl.store(output + column, out, mask=inside[:, None])
 
 
 @triton.jit
@@ -331,9 +411,8 @@ def _decode_kernel(
     cache,
     table,
     items,
-    sums,
-    stats,
-    counters,
+    means,
+    sizes,
     output,
     cos,
     sin,
@@ -361,6 +440,10 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    COLLECTING: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
@@ -408,32 +491,45 @@ def _decode_kernel(
     k_weight, k_partner_weight = load_weights(
         key_weight, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM
     )
-    wait_previous(PDL)
-    if token >= 0:
+    if token < 0:
+        wait_previous(PDL)
+    else:
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, DIM_PAD)
         in_query = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
         query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         one = tl.arange(0, 1)
-        from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
         new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
-        # All that the preceding kernel wrote is asked for before any of it is used.
+        from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
+        key += from_token
+        value += from_token
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head * GROUP + row, mask=row < GROUP, other=0.0)
+        sink = None
+        if sinks is not None:
+            sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
+        wait_previous(PDL)
+        # All that the preceding kernel wrote is asked for before any of it is used: queries, which
+        # are used first, last. The new key comes once for each query, so that its products with
+        # them need no exchange between threads.
+        k_new, k_partner = read_heads(
+            key + tl.zeros_like(row)[:, None], row < GROUP,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, True,
+        )  # fmt: skip
+        v_new = tl.load(value + dim[None, :], mask=new_inside, other=0.0, volatile=True)
         q, q_partner = read_heads(
             query + row[:, None] * HEAD_DIM, row < GROUP,
-            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, True,
         )  # fmt: skip
-        k_new, k_partner = read_heads(
-            key + from_token + one[:, None], one < 1, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED
-        )
-        v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
         q = change_heads(
             q, q_partner, q_weight, q_partner_weight, c, s, query_eps,
             HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
 
-        slope = None
-        if slopes is not None:
-            slope = tl.load(slopes + head * GROUP + row, mask=row < GROUP, other=0.0)
+        if EARLY:  # queries come from the L2 cache, and keys may still be on their way from memory
+            first_k = not_before(first_k, PDL)
+            first_v = not_before(first_v, PDL)
         bias = None
         if biases is not None:
             bias = biases + (head * GROUP + tl.minimum(row, GROUP - 1)) * (MAX_DISTANCE + 1)
@@ -450,7 +546,9 @@ def _decode_kernel(
             # Attended to as it is cached: the result is that of any later query.
             new_key = stored(new_key, key_inverse)
             new_value = stored(v_new, value_inverse)
-            tl.store(keys + slot + dim[None, :], new_key, mask=new_inside)
+            places = tl.zeros_like(row)[:, None] + dim[None, :]
+            in_first = (row[:, None] < 1) & (dim[None, :] < HEAD_DIM)
+            tl.store(keys + slot + places, new_key, mask=in_first)
             tl.store(values + slot + dim[None, :], new_value, mask=new_inside)
             product = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1)
             top = capped_scores(product, scale, cap, FAST_TANH)
@@ -458,8 +556,7 @@ def _decode_kernel(
                 top += tl.load(bias)
             total = total + 1.0
             acc = acc + new_value.to(tl.float32)
-            if sinks is not None:  # joins here, so once, however the keys are split
-                sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
+            if sink is not None:  # joins here, so once, however the keys are split
                 new_top = tl.maximum(top, sink)
                 weight = tl.exp2(top - new_top)
                 total = weight + tl.exp2(sink - new_top)
@@ -480,18 +577,20 @@ def _decode_kernel(
             )  # fmt: skip
             blocks = rest_blocks
             rest = begin + TILE
-        for first in tl.range(rest, end, TILE):
-            # One tile ahead, so that loading keys never waits for the table.
-            next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
-            k, v = _load_tile(
-                keys, values, blocks, first, end, block_stride,
-                TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, False,
-            )  # fmt: skip
-            top, total, acc, upper = _attend(
-                q, up, k, v, top, total, acc, upper, first, end, position, scale, cap, slope, bias,
-                TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
-            )  # fmt: skip
-            blocks = next_blocks
+        if rest < end:  # a loop over no tiles takes time, too
+            for first in tl.range(rest, end, TILE):
+                # One tile ahead, so that loading keys never waits for the table.
+                next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
+                k, v = _load_tile(
+                    keys, values, blocks, first, end, block_stride,
+                    TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, False,
+                )  # fmt: skip
+                top, total, acc, upper = _attend(
+                    q, up, k, v, top, total, acc, upper,
+                    first, end, position, scale, cap, slope, bias,
+                    TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION, PAIRED,
+                )  # fmt: skip
+                blocks = next_blocks
         if PAIRED:
             acc = tl.interleave(acc, upper)
 
@@ -502,31 +601,38 @@ def _decode_kernel(
             tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
         else:
             place = (first_place * NUM_KV_HEADS + head) * GROUP
-            mine = place + split * (NUM_KV_HEADS * GROUP)
-            result = (mine + row).to(tl.int64)
-            tl.store(stats + result * 2, top, mask=row < GROUP)
-            tl.store(stats + result * 2 + 1, total, mask=row < GROUP)
-            tl.store(sums + result[:, None] * HEAD_DIM + dim[None, :], acc, mask=in_query)
-            counter = counters + first_place * NUM_KV_HEADS + head
-            # All warps have stored before one of them counts: its release covers them all.
-            tl.debug_barrier()
-            before = tl.atomic_add(counter, 1, sem="acq_rel")
-            if before == num_splits - 1:
-                _combine(
-                    output,
-                    sums,
-                    stats,
-                    place,
-                    num_splits,
-                    value_scale,
-                    NUM_KV_HEADS * GROUP,
-                    GROUP,
-                    GROUP_PAD,
-                    HEAD_DIM,
-                    DIM_PAD,
-                    CHUNK,
-                )
-                tl.store(counter, 0)
+            mine = place + split * (NUM_KV_HEADS * GROUP) + row
+            leave_result(means, sizes, mine, row < GROUP, top, total, acc, HEAD_DIM)
+            num_collecting = tl.minimum(num_splits, COLLECTING)
+            part = split - (num_splits - num_collecting)
+            if part >= 0:
+                tl.debug_barrier()  # its own results are on their way before it waits for any
+                while part * HEADS < GROUP:
+                    first_head = place + part * HEADS
+                    _collect(
+                        output + part * (HEADS * HEAD_DIM),
+                        means + first_head.to(tl.int64) * HEAD_DIM,
+                        sizes + first_head,
+                        num_splits,
+                        value_scale,
+                        tl.minimum(GROUP - part * HEADS, HEADS),
+                        NUM_KV_HEADS * GROUP,
+                        HEAD_DIM,
+                        COLUMNS,
+                        PIECE,
+                        CHUNK,
+                    )
+                    part += num_collecting
+
+
+@cache
+def _most_collecting(device: torch.device) -> int:
+    """How many programs of a sequence and KV head may wait for programs that start after them.
+
+    Those need room beside all that wait, and the interpreter runs one program after the other.
+    """
+    has_room = device.type == "cuda" and num_sms(device) >= _ROOMY
+    return _MOST_COLLECTING if has_room else 1
 
 
 def decode_attention(
@@ -564,6 +670,7 @@ def decode_attention(
     group = num_heads // num_kv_heads
     assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
     group_pad = power_of_2(group)
+    collecting = config.collecting(group, head_dim)
     dim_pad = max(16, power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
@@ -572,9 +679,8 @@ def decode_attention(
         layer_cache,
         table,
         items,
-        scratch.sums,
-        scratch.stats,
-        scratch.counters,
+        scratch.means,
+        scratch.sizes,
         output,
         *changes.arguments(query),
         query.stride(0),
@@ -595,7 +701,11 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         ROWS=max(16, group_pad),
-        CHUNK=config.combined_splits(group, head_dim),
+        COLLECTING=_most_collecting(query.device) if config.is_early else 1,
+        HEADS=collecting.heads,
+        COLUMNS=collecting.columns,
+        PIECE=collecting.piece,
+        CHUNK=collecting.splits,
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         INTERLEAVED=changes.interleaved,

@@ -53,7 +53,6 @@ class CascadeWork(NamedTuple):
         used[:, 0] = seqs.tokens.take(self.members)
         used[:, 1] = seqs.contexts.take(self.members) - 1
         used[:, 2] = first + self.places
-        used[:, 3] = first
         return table
 
 

@@ -15,7 +15,7 @@ from octavo.ops.base import KVScales
 ITEM_FIELDS = 8  # int32s per work item
 # Of what each layer of a step reads again: it stays in the L2 cache while weights pass through.
 REREAD = tl.constexpr("evict_last")
-MEMBER_FIELDS = 4  # int32s per member of a cascade segment
+MEMBER_FIELDS = 3  # int32s per member of a cascade segment
 # Weights are at most 2**15 where they are multiplied as float16, whose smallest number is 2**-24.
 FLOAT16_WEIGHT = tl.constexpr(15.0)
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN

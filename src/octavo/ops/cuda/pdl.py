@@ -49,6 +49,18 @@ def allow_next(PDL: tl.constexpr):
 
 
 @triton.jit
+def not_before(x, PDL: tl.constexpr):
+    """x, which has been asked for, and which no instruction before this place may wait for."""
+    if PDL:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False,
+            pack=32 // x.dtype.primitive_bitwidth,
+        )  # fmt: skip
+    else:
+        return x
+
+
+@triton.jit
 def fetch_to_l2(rows, size):
     """Have rows of `size` on their way, of pointers [n], while the preceding kernel ends."""
     places = rows.to(tl.int64)[:, None]

@@ -146,16 +146,21 @@ def read_heads(
     DIM_PAD: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    IN_ORDER: tl.constexpr = False,
 ):
-    """Heads at base [rows, 1] for `change_heads`: each element, and its partner."""
+    """Heads at base [rows, 1] for `change_heads`: each element, and its partner.
+
+    IN_ORDER: asked for in the order of the calls. Otherwise ptxas saves registers by asking for
+    what is used later only when the rest has come.
+    """
     dim = tl.arange(0, DIM_PAD)
     inside = rows_inside[:, None] & (dim < HEAD_DIM)[None, :]
-    x = tl.load(base + dim[None, :], mask=inside, other=0.0)
+    x = tl.load(base + dim[None, :], mask=inside, other=0.0, volatile=IN_ORDER)
     # Each element also loads the one that it is rotated with: no exchange between threads.
     y = x
     if ROTARY_HALF > 0:
         partner = _partner_of(dim, ROTARY_HALF, INTERLEAVED)
-        y = tl.load(base + partner[None, :], mask=inside, other=0.0)
+        y = tl.load(base + partner[None, :], mask=inside, other=0.0, volatile=IN_ORDER)
     return x, y
 
 
