@@ -5,7 +5,8 @@ linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py a
 use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
-threads, and wait for each other at the barriers in shared memory; programs run one after the other.
+threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
+but for those that wait for others, by adding 0 to a number in memory: then the next one begins.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable
-from itertools import product
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count, product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 PATIENCE = 20.0  # seconds that a partition waits at a barrier
+_atomic = threading.Lock()
 # Of Gluon's names, what torch has under another one.
 DTYPES = {
     "float32": torch.float32,
@@ -163,15 +168,30 @@ class Copies:
 
 
 def run(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel's programs one after the other.
+    """Run a kernel's programs.
 
     args: tensors for pointers, Descriptor for TMA. constants: its compile-time constants.
     """
     num_warps = constants.pop("num_warps")
     given = [Pointer(each) if isinstance(each, Tensor) else each for each in args]
-    for program in product(*map(range, grid)):
-        function = _Namespaces(program, grid, num_warps).rebound(kernel)
-        function(*given, **constants)
+    with ThreadPoolExecutor(math.prod(grid)) as pool:
+        running = []
+        for program in product(*map(range, grid)):
+            halts = threading.Event()
+            function = _Namespaces(program, grid, num_warps, halts).rebound(kernel)
+            running.append(pool.submit(_carry_out, function, halts, given, constants))
+            halts.wait()
+        for each in running:
+            each.result()
+
+
+def _carry_out(
+    function: Callable[..., Any], halts: threading.Event, args: list[Any], constants: dict[str, Any]
+) -> None:
+    try:
+        function(*args, **constants)
+    finally:
+        halts.set()
 
 
 class Emulated:
@@ -197,7 +217,14 @@ class Emulated:
 class _Namespaces:
     """What the names of a kernel's module mean while a program runs."""
 
-    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
+    def __init__(
+        self,
+        program: tuple[int, ...],
+        grid: tuple[int, ...],
+        num_warps: int,
+        halts: threading.Event,
+    ) -> None:
+        """halts: set when the program waits for another one."""
         barrier = SimpleNamespace(
             init=lambda bar, count: bar[0].expect_arrivals(bar[1], count),
             wait=lambda bar, parity: bar[0].wait(bar[1], parity),
@@ -238,7 +265,7 @@ class _Namespaces:
             warp_specialize=_partitions,
             load=_load,
             store=_store,
-            atomic_add=_atomic_add,
+            atomic_add=partial(_atomic_add, halts, count()),
         )
         self.meanings = {
             "gl": language,
@@ -322,7 +349,7 @@ def _load(
     inside = torch.as_tensor(mask).expand(offset.shape)
     values = pointer.memory[offset.clamp(0, len(pointer.memory) - 1)]
     assert (offset[inside] < len(pointer.memory)).all(), "a load from behind a tensor"
-    return block(torch.where(inside, values, torch.tensor(other, dtype=values.dtype)))
+    return block(torch.where(inside, values, torch.as_tensor(other, dtype=values.dtype)))
 
 
 def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
@@ -333,9 +360,21 @@ def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     pointer.memory[offset[inside].as_subclass(Tensor)] = values[inside].as_subclass(Tensor)
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> int:
-    before = int(pointer.memory[int(pointer.offset)])
-    pointer.memory[int(pointer.offset)] += value
+def _atomic_add(
+    halts: threading.Event,
+    polls: Iterator[int],
+    pointer: Pointer,
+    value: int,
+    sem: str,
+    scope: str,
+) -> int:
+    if value == 0:
+        halts.set()
+        time.sleep(1e-3)
+        assert next(polls) < PATIENCE / 1e-3, "a program waits for ever"
+    with _atomic:
+        before = int(pointer.memory[int(pointer.offset)])
+        pointer.memory[int(pointer.offset)] += value
     return before
 
 

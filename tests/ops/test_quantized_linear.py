@@ -331,9 +331,10 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
 @pytest.mark.parametrize(
     ("num_tokens", "shape", "num_sms", "is_shared", "epilogue"),
     [
-        (100, (128, 128), 7, True, Epilogue.SILU_MUL),
-        (300, (128, 256), 2, True, Epilogue.NONE),
-        (300, (256, 128), 132, True, Epilogue.SILU_MUL),
+        (100, (128, 128), 7, True, Epilogue.SILU_MUL),  # a program has steps of several tiles
+        (300, (128, 256), 4, True, Epilogue.NONE),  # and a whole one
+        (300, (192, 128), 5, True, Epilogue.NONE),
+        (300, (256, 128), 132, True, Epilogue.SILU_MUL),  # a tile has many programs
         (300, (128, 256), 2, False, Epilogue.SILU_MUL),
     ],
 )

@@ -2,14 +2,17 @@
 
 linear_hopper_quantized.py's kernel converts a block of 128 inputs of W, and then multiplies it: the
 tensor cores rest while it converts, and shared memory holds no more than two blocks of 256 tokens'
-inputs. Here W and x have rings of their own, x's in halves of a block, and W is converted by halves
-too: while the tensor cores multiply one half, the next one is converted. No more than one half is
-being multiplied when the registers of the other are written.
+inputs. Here W and x have rings of their own (of half blocks of x where whole ones are too large),
+and W is converted by halves: while the tensor cores multiply one half, the next one is converted.
+No more than one half is being multiplied when the registers of the other are written.
 
-There are no more programs than SMs. Each computes equally many steps (a step is a tile's block of
-128 inputs), tile after tile, so that all SMs are busy to the end, however many tiles there are.
-Where a tile's steps belong to several programs, each leaves its sums in the workspace, and the one
-that finishes last adds them up, in the order of their steps.
+There are no more programs than SMs. Of so many tiles that each program may have equally many of
+them, they are computed as a whole; the others are shared: each program computes equally many of
+their steps (a step is a tile's block of 128 inputs), so that all SMs are busy to the end. The
+programs that end with the same tile add up a share of its tokens each, in the order of the steps:
+each leaves its sums of the others' tokens in the workspace, keeps those of its own in registers,
+and waits for the other programs of the tile. None waits for one that never begins: there is an SM
+for each, which the next kernel gets only when all of them have begun (pdl.py).
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
+_PIECE_SUMS = tl.constexpr(64 * 128)  # sums of a tile that are added at once
+_LOADED = tl.constexpr(4)  # parts of them that are on their way at once
 
 
 def unpacking(bits: int, word: int, is_float16: bool) -> str:
@@ -68,16 +73,31 @@ def unpacking(bits: int, word: int, is_float16: bool) -> str:
 
 
 @gluon.jit
-def _fetch_weights(weight, tiles, ready, i, places, GATED: gl.constexpr):
+def _locate(i, work):
+    """Tile and block of the program's step i: first those of whole tiles, then of shared ones."""
+    begin, _, num_blocks, num_whole, first_shared = work
+    if i < num_whole * num_blocks:
+        tile = gl.program_id(0) + i // num_blocks * gl.num_programs(0)
+        block = i % num_blocks
+    else:
+        step = begin + i - num_whole * num_blocks
+        tile = first_shared + step // num_blocks
+        block = step % num_blocks
+    return tile, block
+
+
+@gluon.jit
+def _fetch_weights(weight, tiles, ready, i, work, sizes, GATED: gl.constexpr):
     """Load W of the program's step i."""
-    begin, num_blocks, token_tiles, num_rows = places
+    _, num_rows, token_tiles = sizes
     STAGES: gl.constexpr = ready.shape[0]
     PIECES: gl.constexpr = tiles.shape[0] // STAGES
     ROWS: gl.constexpr = tiles.shape[1]
     WIDTH: gl.constexpr = tiles.shape[2]
     stage = i % STAGES
-    tile = (begin + i) // num_blocks // token_tiles
-    column = (begin + i) % num_blocks * WIDTH
+    tile, block = _locate(i, work)
+    tile = tile // token_tiles
+    column = block * WIDTH
     mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
     for piece in gl.static_range(PIECES):
         if GATED:
@@ -89,28 +109,52 @@ def _fetch_weights(weight, tiles, ready, i, places, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, weight, buffers, count, places, GATED: gl.constexpr, PDL: gl.constexpr):
-    x_tiles, pieces, x_ready, x_free, ready, free = buffers
-    begin, num_blocks, token_tiles, _ = places
-    X_STAGES: gl.constexpr = x_tiles.shape[0]
-    BM: gl.constexpr = x_tiles.shape[1]
+def _produce(
+    x,
+    x_rest,
+    weight,
+    buffers,
+    work,
+    sizes,
+    REST: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free = buffers
+    begin, end, num_blocks, num_whole, _ = work
+    token_tiles = sizes[2]
+    X_STAGES: gl.constexpr = x_ready.shape[0]
+    HALVES: gl.constexpr = x_tiles.shape[0] // X_STAGES
+    UNITS: gl.constexpr = 2 // HALVES
+    WIDE: gl.constexpr = x_tiles.shape[1]
+    X_BYTES: gl.constexpr = x.block_type.nbytes + (x_rest.block_type.nbytes if REST else 0)
     STAGES: gl.constexpr = ready.shape[0]
+    count = end - begin + num_whole * num_blocks
     for i in range(gl.minimum(count, STAGES)):
-        _fetch_weights(weight, pieces, ready, i, places, GATED)
+        _fetch_weights(weight, pieces, ready, i, work, sizes, GATED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(count):
         if i >= STAGES:
-            mbarrier.wait(free.index(i % STAGES), (i // STAGES - 1) & 1)
-            _fetch_weights(weight, pieces, ready, i, places, GATED)
-        token = (begin + i) // num_blocks % token_tiles * BM
-        column = (begin + i) % num_blocks * (2 * _HALF)
-        for half in gl.static_range(2):
-            stage = (2 * i + half) % X_STAGES
-            mbarrier.wait(x_free.index(stage), ((2 * i + half) // X_STAGES + 1) & 1)
-            mbarrier.expect(x_ready.index(stage), x.block_type.nbytes)
-            place = [token, column + half * _HALF]
-            _fetch_tile(x, place, x_ready.index(stage), x_tiles.index(stage))
+            # Whole blocks of inputs are freed with those of W, of which there are as many.
+            done = free if HALVES == 1 else x_free
+            mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
+            _fetch_weights(weight, pieces, ready, i, work, sizes, GATED)
+        tile, block = _locate(i, work)
+        token = tile % token_tiles * (WIDE + REST)
+        column = block * (2 * _HALF)
+        for unit in gl.static_range(UNITS):
+            j = i * UNITS + unit
+            stage = j % X_STAGES
+            mbarrier.wait(x_free.index(stage), (j // X_STAGES + 1) & 1)
+            mbarrier.expect(x_ready.index(stage), HALVES * X_BYTES)
+            for half in gl.static_range(HALVES):
+                place = [token, column + (unit * HALVES + half) * _HALF]
+                target = stage * HALVES + half
+                _fetch_tile(x, place, x_ready.index(stage), x_tiles.index(target))
+                if REST:
+                    place = [token + WIDE, column + (unit * HALVES + half) * _HALF]
+                    _fetch_tile(x_rest, place, x_ready.index(stage), rest_tiles.index(target))
     if PDL:
         # All loads are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
@@ -158,12 +202,11 @@ def _side_by_side(planes):
 
 
 @gluon.jit
-def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
+def _weights(words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
     """Half a block of W as DTYPE [rows, HALF], the left operand.
 
     Args:
-        tile: in shared memory, of which FLOAT8 is loaded here.
-        words: of integers, already loaded.
+        words: of the block; FLOAT8 is still in shared memory.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
         half: which one.
     """
@@ -174,7 +217,7 @@ def _weights(tile, words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr)
     PARTS: gl.constexpr = HOW[4]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
     if FORMAT == _FLOAT8:
-        stored = tile.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
+        stored = words.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
         values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * factors[0].to(gl.float32)[:, None]
@@ -224,6 +267,18 @@ def _by_thread(acc):
 
 
 @gluon.jit
+def _pieces(acc, TOKENS: gl.constexpr):
+    """Sums of so many tokens each, as _by_thread has them."""
+    if acc.shape[1] == TOKENS:
+        found = (_by_thread(acc),)
+    else:
+        halves = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute((0, 2, 1))
+        first, second = gl.split(halves)
+        found = _pieces(first, TOKENS) + _pieces(second, TOKENS)
+    return found
+
+
+@gluon.jit
 def _by_place(values, ROWS: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
     """What _by_thread was given."""
     pieces = values.reshape([BM // 8, ROWS // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
@@ -231,40 +286,164 @@ def _by_place(values, ROWS: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
+def _scaled(acc, scales, row, num_rows, strides, GATED: gl.constexpr):
+    """Sums times the scales of their rows."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = _own_rows(row, num_rows, acc.shape[0], GATED, BY_ROW)
+    total_rows = num_rows * 2 if GATED else num_rows
+    sources = scales + (rows // strides[2]) * strides[0]
+    factor = gl.load(sources, mask=rows < total_rows, other=0.0)
+    return acc * factor.to(gl.float32)[:, None]
+
+
+@gluon.jit
+def _finish_tile(
+    acc, outputs, shape, EPILOGUE: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr
+):
+    bias, out, _, _ = outputs
+    if GATED:
+        gates, ups = _gates_and_ups(acc)
+        _finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
+    else:
+        _finish(acc, acc, bias, out, shape, True, False, EPILOGUE, False, HAS_BIAS)
+
+
+@gluon.jit
+def _add_parts(
+    pieces,
+    outputs,
+    tile,
+    first,
+    work,
+    per_program,
+    shape,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Leave sums of a shared tile to other programs, and add up what they leave of one's own share.
+
+    Args:
+        pieces: sums of TOKENS tokens each (_pieces).
+        tile: which one of the shared tiles.
+        first: the block with which the program begins.
+    """
+    _, _, sums, arrivals = outputs
+    token, row, num_tokens, num_rows = shape
+    num_blocks = work[2]
+    NUM: gl.constexpr = len(pieces)
+    SIZE: gl.constexpr = ROWS * TOKENS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
+    )
+    FLAT: gl.constexpr = _by_thread(gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)).type.layout
+    inner = gl.arange(0, SIZE, layout=FLAT)
+    program = gl.program_id(0)
+    one = tile * num_blocks // per_program
+    other = ((tile + 1) * num_blocks - 1) // per_program
+    num_parts = other - one + 1
+    # The last program may go on with the next tile: it adds up that one.
+    goes_on = (other + 1) * per_program > (tile + 1) * num_blocks
+    num_used = gl.minimum(gl.cdiv(num_tokens - token, TOKENS), NUM)
+    num_adding = gl.minimum(num_parts - goes_on.to(gl.int32), num_used)
+    place = program - one
+    begin = num_used
+    end = num_used
+    if place < num_adding:  # otherwise the program has no share
+        begin = place * num_used // num_adding
+        end = (place + 1) * num_used // num_adding
+    kept = pieces[0]  # the first one of the share: there are no registers for more
+    for i in gl.static_range(1, NUM):
+        kept = gl.where(begin == i, pieces[i], kept)
+    kept = gl.convert_layout(kept, FLAT)
+    # Of two tiles that a program shares with others, one's first steps are another's.
+    own = 2 * program + (first == 0).to(gl.int32)
+    for i in gl.static_range(NUM):
+        if (i != begin) & (i < num_used):
+            gl.store(sums + (own * NUM + i) * SIZE + inner, gl.convert_layout(pieces[i], FLAT))
+    _barrier()
+    seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") + 1
+    if begin < end:
+        while seen < num_parts:
+            seen = gl.atomic_add(arrivals + tile, 0, sem="acquire", scope="gpu")
+    for i in range(begin, end):
+        total = gl.zeros([SIZE], gl.float32, FLAT)
+        for part in range(one, other + 1, _LOADED):
+            loaded = ()
+            for j in gl.static_range(_LOADED):
+                is_kept = (part + j == program) & (i == begin)
+                is_left = (part + j <= other) & (is_kept == 0)
+                slot = 2 * (part + j) + (part + j == one).to(gl.int32)
+                source = sums + (slot * NUM + i) * SIZE + inner
+                values = gl.where(is_kept, kept, 0.0)
+                values = gl.load(source, mask=is_left, other=values, cache_modifier=".cg")
+                loaded += (values,)  # type: ignore[assignment]
+            if (i == begin) & (part == one):
+                # The last one to get here has the tile's counter ready for the next product.
+                left = gl.atomic_add(arrivals + tile, 1, sem="relaxed", scope="gpu")
+                if left == num_parts + num_adding - 1:
+                    gl.store(arrivals + tile, 0)
+            for j in gl.static_range(_LOADED):
+                total += loaded[j]
+        acc = _by_place(total, ROWS, TOKENS, LAYOUT)
+        share = (token + i * TOKENS, row, num_tokens, num_rows)
+        _finish_tile(acc, outputs, share, EPILOGUE, GATED, HAS_BIAS)
+
+
+@gluon.jit
 def _consume(
     buffers,
     factors,
     outputs,
-    begin,
-    end,
+    work,
+    per_program,
     sizes,
     strides,
     HOW: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    REST: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    x_tiles, tiles, x_ready, x_free, ready, free = buffers
+    x_tiles, rest_tiles, tiles, x_ready, x_free, ready, free = buffers
     scales, zeros = factors
-    bias, out, sums, arrivals = outputs
-    num_tokens, num_rows, num_blocks, token_tiles, per_program = sizes
-    X_STAGES: gl.constexpr = x_tiles.shape[0]
-    BM: gl.constexpr = x_tiles.shape[1]
+    begin, end, num_blocks, num_whole, first_shared = work
+    num_tokens, num_rows, token_tiles = sizes
+    X_STAGES: gl.constexpr = x_ready.shape[0]
+    HALVES: gl.constexpr = x_tiles.shape[0] // X_STAGES
+    UNITS: gl.constexpr = 2 // HALVES
+    WIDE: gl.constexpr = x_tiles.shape[1]
+    BM: gl.constexpr = WIDE + REST
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
-    SIZE: gl.constexpr = ROWS * BM
+    LAYOUT: gl.constexpr = HOW[5]
+    REST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, REST or WIDE, 16]
+    )
     SCALE: gl.constexpr = HOW[2]
     HAS_ZEROS: gl.constexpr = HOW[3]
     PARTS: gl.constexpr = HOW[4]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    REST_OPERAND: gl.constexpr = gl.DotOperandLayout(0, REST_LAYOUT, k_width=2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     BN: gl.constexpr = ROWS // 2 if GATED else ROWS
     total_rows = num_rows * 2 if GATED else num_rows
-    for tile in range(begin // num_blocks, gl.cdiv(end, num_blocks)):
-        first = gl.maximum(begin - tile * num_blocks, 0)
-        last = gl.minimum(end - tile * num_blocks, num_blocks)
+    TOKENS: gl.constexpr = _PIECE_SUMS // ROWS
+    first_tile = begin // num_blocks
+    num_shared = gl.cdiv(end, num_blocks) - first_tile  # of which the program has steps
+    done = 0  # steps
+    for item in range(num_whole + num_shared):
+        shared_tile = first_tile + item - num_whole
+        tile = gl.program_id(0) + item * gl.num_programs(0)
+        first = 0
+        last = num_blocks
+        if item >= num_whole:
+            tile = first_shared + shared_tile
+            first = gl.maximum(begin - shared_tile * num_blocks, 0)
+            last = gl.minimum(end - shared_tile * num_blocks, num_blocks)
         row = tile // token_tiles * BN
         token = tile % token_tiles * BM
         own = _own_rows(row, num_rows, ROWS, GATED, BY_ROW)
@@ -275,11 +454,12 @@ def _consume(
             block_scales = _of_groups(scales, own, inside, first, strides, PARTS)
         if HAS_ZEROS:
             block_zeros = _of_groups(zeros, own, inside, first, strides, PARTS)
-        acc = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
+        acc = gl.zeros([ROWS, WIDE], gl.float32, LAYOUT)
+        rest = gl.zeros([ROWS, REST or WIDE], gl.float32, REST_LAYOUT)
         ws_before = gl.zeros([ROWS, _HALF], HOW[1], OPERAND)
         for block in range(first, last):
-            i = tile * num_blocks + block - begin
-            stage = i % STAGES
+            step = done + block - first
+            stage = step % STAGES
             following = gl.minimum(block + 1, num_blocks - 1)
             next_scales = block_scales
             next_zeros = block_zeros
@@ -287,68 +467,81 @@ def _consume(
                 next_scales = _of_groups(scales, own, inside, following, strides, PARTS)
             if HAS_ZEROS:
                 next_zeros = _of_groups(zeros, own, inside, following, strides, PARTS)
-            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             words = tiles.index(stage)
             if HOW[0] != _FLOAT8:
-                words = tiles.index(stage).load(OPERAND)
+                words = words.load(OPERAND)
             for half in gl.static_range(2):
-                ws = _weights(tiles.index(stage), words, block_scales, block_zeros, half, HOW)
-                j = 2 * i + half
-                x_stage = j % X_STAGES
-                mbarrier.wait(x_ready.index(x_stage), (j // X_STAGES) & 1)
-                xs = x_tiles.index(x_stage).permute((1, 0))
+                ws = _weights(words, block_scales, block_zeros, half, HOW)
+                unit = step * UNITS + half // HALVES
+                x_stage = unit % X_STAGES
+                if half % HALVES == 0:
+                    mbarrier.wait(x_ready.index(x_stage), (unit // X_STAGES) & 1)
+                place = x_stage * HALVES + half % HALVES
+                xs = x_tiles.index(place).permute((1, 0))
                 acc = warpgroup_mma(ws, xs, acc, is_async=True)
                 # The half before is done: its inputs and its registers may be overwritten, which
                 # the compiler must not do earlier, and so is told that they are needed here.
-                acc, ws_before = warpgroup_mma_wait(1, deps=[acc, ws_before])
+                if REST:
+                    rest_ws = gl.convert_layout(ws, REST_OPERAND)
+                    rest_xs = rest_tiles.index(place).permute((1, 0))
+                    rest = warpgroup_mma(rest_ws, rest_xs, rest, is_async=True)
+                    acc, rest, ws_before = warpgroup_mma_wait(2, deps=[acc, rest, ws_before])
+                else:
+                    acc, ws_before = warpgroup_mma_wait(1, deps=[acc, ws_before])
                 ws_before = ws
-                before = (j + X_STAGES - 1) % X_STAGES
-                is_later = (block > first) | (half > 0)
-                mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
-            mbarrier.arrive(free.index(stage), count=1)
+                if half % HALVES == 0:
+                    before = (unit + X_STAGES - 1) % X_STAGES
+                    is_later = (block > first) | (half > 0)
+                    mbarrier.arrive(x_free.index(before), count=1, pred=is_later)
+                if (half == 0) & (HALVES == 1):
+                    before = (step + STAGES - 1) % STAGES
+                    mbarrier.arrive(free.index(before), count=1, pred=block > first)
             block_scales = next_scales
             block_zeros = next_zeros
+        if REST:
+            rest = warpgroup_mma_wait(0, deps=[rest])
         acc, ws_before = warpgroup_mma_wait(0, deps=[acc, ws_before])
-        end_stage = (2 * (tile * num_blocks + last - begin) - 1) % X_STAGES
-        mbarrier.arrive(x_free.index(end_stage), count=1)
+        done += last - first
+        mbarrier.arrive(x_free.index((done * UNITS - 1) % X_STAGES), count=1)
+        if HALVES == 1:
+            mbarrier.arrive(free.index((done - 1) % STAGES), count=1)
         if PDL:
             tl.extra.cuda.gdc_wait()
         if SCALE == _SCALE_RESULT:
-            of_row = _own_rows(row, num_rows, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
-            sources = scales + (of_row // strides[2]) * strides[0]
-            factor = gl.load(sources, mask=of_row < total_rows, other=0.0)
-            acc = acc * factor.to(gl.float32)[:, None]
-        # The programs that have steps of this tile.
-        one = tile * num_blocks // per_program
-        other = ((tile + 1) * num_blocks - 1) // per_program
-        is_last = True
-        if other > one:
-            # Of two tiles that a program shares with others, one's first steps are another's.
-            slot = 2 * gl.program_id(0) + (first == 0).to(gl.int32)
-            own_sums = _by_thread(acc)
-            inner = gl.arange(0, SIZE, layout=own_sums.type.layout)
-            gl.store(sums + slot * SIZE + inner, own_sums)
-            _barrier()
-            seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-            is_last = seen == other - one
-            if is_last:
-                total = gl.load(sums + (2 * one + 1) * SIZE + inner, cache_modifier=".cg")
-                for each in range(one + 1, other + 1):
-                    total += gl.load(sums + 2 * each * SIZE + inner, cache_modifier=".cg")
-                acc = _by_place(total, ROWS, BM, LAYOUT)
-                gl.store(arrivals + tile, 0)
-        if is_last:
-            shape = (token, row, num_tokens, num_rows)
-            if GATED:
-                gates, ups = _gates_and_ups(acc)
-                _finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
-            else:
-                _finish(acc, acc, bias, out, shape, True, False, EPILOGUE, False, HAS_BIAS)
+            acc = _scaled(acc, scales, row, num_rows, strides, GATED)
+            if REST:
+                rest = _scaled(rest, scales, row, num_rows, strides, GATED)
+        shape = (token, row, num_tokens, num_rows)
+        if last - first < num_blocks:
+            pieces = _pieces(acc, TOKENS)
+            if REST:
+                pieces += _pieces(rest, TOKENS)
+            _add_parts(
+                pieces,
+                outputs,
+                shared_tile,
+                first,
+                work,
+                per_program,
+                shape,
+                ROWS,
+                TOKENS,
+                EPILOGUE,
+                GATED,
+                HAS_BIAS,
+            )
+        else:
+            _finish_tile(acc, outputs, shape, EPILOGUE, GATED, HAS_BIAS)
+            if REST:
+                shape = (token + WIDE, row, num_tokens, num_rows)
+                _finish_tile(rest, outputs, shape, EPILOGUE, GATED, HAS_BIAS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_steps", "per_program"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_whole", "num_shared", "per_program"])
 def persistent_linear_kernel(
     x,
+    x_rest,
     weight,
     scales,
     zeros,
@@ -359,15 +552,18 @@ def persistent_linear_kernel(
     num_tokens,
     num_rows,
     num_blocks,
-    num_steps,
+    num_whole,
+    num_shared,
     per_program,
     stride_row,
     stride_group,
     block_rows,
     group_blocks,
+    REST: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
@@ -382,19 +578,24 @@ def persistent_linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Arguments are those of linear_hopper_quantized.py's kernel, but for:
+        x, x_rest: descriptors of half a block of inputs, for the first tokens of a tile, a power of
+            two, and for the REST that follow them.
         sums: float32 workspace for two tiles of each program.
-        num_steps: of all tiles.
-        per_program: steps of a program.
+        arrivals: int32, 0 for every shared tile before and after the kernel.
+        num_whole: tiles that are computed as a whole.
+        num_shared: tiles after them, which programs share.
+        per_program: steps of them that a program computes.
         group_blocks: blocks that share scales; 1 if a block has several groups.
         ROWS: of W in a tile, which is one block of the descriptor; with a gate PIECE gates, PIECE
             rows that they gate, and so on.
+        HALVES: of a block of x, in one of X_STAGES. With both, STAGES are as many.
         UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
-    BM: gl.constexpr = x.block_type.shape[0]
+    WIDE: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BM, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
     )
     HOW: gl.constexpr = (
         FORMAT,
@@ -415,7 +616,12 @@ def persistent_linear_kernel(
             tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
         else:
             tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES, BM, _HALF], x.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES * HALVES, WIDE, _HALF], x.layout)
+    rest_tiles = x_tiles
+    if REST:
+        rest_tiles = gl.allocate_shared_memory(
+            x.dtype, [X_STAGES * HALVES, REST, _HALF], x_rest.layout
+        )
     x_ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -427,25 +633,26 @@ def persistent_linear_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    token_tiles = gl.cdiv(num_tokens, BM)
-    begin = gl.program_id(0) * per_program
-    end = gl.minimum(begin + per_program, num_steps)
-    sizes = (num_tokens, num_rows, num_blocks, token_tiles, per_program)
-    places = (begin, num_blocks, token_tiles, num_rows)
+    num_shared_steps = num_shared * num_blocks
+    begin = gl.minimum(gl.program_id(0) * per_program, num_shared_steps)
+    end = gl.minimum(begin + per_program, num_shared_steps)
+    own_whole = gl.maximum(gl.cdiv(num_whole - gl.program_id(0), gl.num_programs(0)), 0)
+    work = (begin, end, num_blocks, own_whole, num_whole)
+    sizes = (num_tokens, num_rows, gl.cdiv(num_tokens, WIDE + REST))
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    (x_tiles, tiles, x_ready, x_free, ready, free),
+                    (x_tiles, rest_tiles, tiles, x_ready, x_free, ready, free),
                     (scales, zeros),
                     (bias, out, sums, arrivals),
-                    begin,
-                    end,
+                    work,
+                    per_program,
                     sizes,
                     (stride_row, stride_group, block_rows, group_blocks),
                     HOW,
-                    LAYOUT,
+                    REST,
                     EPILOGUE,
                     GATED,
                     HAS_BIAS,
@@ -456,10 +663,12 @@ def persistent_linear_kernel(
                 _produce,
                 (
                     x,
+                    x_rest,
                     weight,
-                    (x_tiles, pieces, x_ready, x_free, ready, free),
-                    end - begin,
-                    places,
+                    (x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free),
+                    work,
+                    sizes,
+                    REST,
                     GATED,
                     PDL,
                 ),

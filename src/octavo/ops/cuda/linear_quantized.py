@@ -54,10 +54,10 @@ from octavo.ops.cuda.quantized_tiles import (
     MOST_BY_ONE,
     SIZES,
     Choice,
+    Division,
     Product,
     Tiles,
     candidates,
-    steps_per_program,
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
 from octavo.ops.cuda.tile_sizes import num_sms
@@ -154,18 +154,19 @@ def _launch_persistent(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     num_blocks = triton.cdiv(size, BLOCK)
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
-    per_program = steps_per_program(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
-    num_steps = num_tiles * num_blocks
+    division = Division.of(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
     sums, arrivals = _workspace(x.device)
     bits = 4 if stored.format == INT4 else 8
     low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
     fetched = PIECE if epilogue.is_gated else tiles.rows
-    num_programs = triton.cdiv(num_steps, per_program)
-    is_shared = per_program % num_blocks != 0
-    assert not is_shared or 2 * num_programs * tiles.rows * tiles.tokens <= sums.numel()
-    assert not is_shared or num_tiles <= len(arrivals)
-    persistent_linear_kernel[(num_programs,)](
-        _descriptor(x, tiles.tokens, HALF),
+    if division.num_shared:
+        assert 2 * division.num_programs * tiles.rows * tiles.tokens <= sums.numel()
+        assert division.num_shared <= len(arrivals)
+    first = 1 << (tiles.tokens.bit_length() - 1)  # tokens of a tile: a power of two
+    rest = tiles.tokens - first
+    persistent_linear_kernel[(division.num_programs,)](
+        _descriptor(x, first, HALF),
+        _descriptor(x, rest or first, HALF),
         _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -176,15 +177,18 @@ def _launch_persistent(
         num_tokens,
         num_rows,
         num_blocks,
-        num_steps,
-        per_program,
+        num_tiles - division.num_shared,
+        division.num_shared,
+        division.per_program,
         stored.stride_row,
         stored.stride_group,
         stored.block_rows,
         max(1, stored.group // BLOCK),
+        REST=rest,
         ROWS=tiles.rows,
         STAGES=tiles.stages,
         X_STAGES=tiles.x_stages,
+        HALVES=tiles.halves,
         FORMAT=stored.format,
         SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
         HAS_ZEROS=stored.zeros is not None,

@@ -35,8 +35,13 @@ _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
 # adding up parts of tiles that programs share: measured on an H200, 2026-11-23, with weights of 4
-# and of 8 bits. What they choose takes 1% longer than the fastest, on average of 64 products.
-_COSTS = {(128, 128): (0.8, 5.0), (128, 256): (1.5, 16.0), (256, 128): (1.25, 12.0)}
+# and of 8 bits. What they choose takes 1% longer than the fastest, on average of 25 products.
+_COSTS = {
+    (128, 128): (0.97, 6.0),
+    (128, 256): (1.7, 16.0),
+    (192, 128): (1.27, 8.0),
+    (256, 128): (1.4, 13.0),
+}
 _MOST_PERSISTENT = 4  # that are measured
 _REGISTERS = 65536  # per SM
 _LEAST_REGISTERS = 40  # of a thread, beside sums
@@ -56,8 +61,9 @@ class Tiles:
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
     # Of linear_hopper_persistent.py's kernel:
-    x_stages: int = 0  # of half a block of x; 0: it is not that kernel
-    is_shared: bool = False  # programs compute equally many steps, not whole tiles
+    x_stages: int = 0  # 0: it is not that kernel
+    halves: int = 1  # of a block of x, in a stage
+    is_shared: bool = False  # programs share tiles, so that they compute equally many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,34 +190,56 @@ def _expected(product: Product, tiles: Tiles) -> float:
     num_tiles = triton.cdiv(product.num_rows * halves, tiles.rows)
     num_tiles *= triton.cdiv(product.tokens, tiles.tokens)
     num_blocks = triton.cdiv(product.size, BLOCK)
-    steps = steps_per_program(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
+    division = Division.of(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
     of_step, of_sharing = _COSTS[tiles.tokens, tiles.rows]
-    return steps * of_step + (of_sharing if tiles.is_shared else 0)
+    steps = division.num_steps(num_tiles, num_blocks)
+    return steps * of_step + (of_sharing if division.num_shared else 0)
 
 
 def persistent_tiles(product: Product, tokens: int, rows: int, is_shared: bool) -> Tiles:
     """Of linear_hopper_persistent.py's kernel."""
     num_bytes = row_bytes(product.format) * rows
-    stages = 4 if product.format == INT4 and tokens < 256 else 3
-    room = _PERSISTENT_MEMORY - stages * num_bytes
-    x_stages = min(room // (BLOCK * tokens), _MAX_STAGES)  # halves of blocks, of 16 bits
+    half_bytes = BLOCK * tokens  # of 16 bits
+    halves = 1 if rows * tokens > 192 * 128 else 2  # there is no room for enough larger stages
+    if halves == 1:
+        stages = 4 if product.format == INT4 and rows > 128 else 3
+        x_stages = (_PERSISTENT_MEMORY - stages * num_bytes) // half_bytes
+    else:
+        stages = x_stages = _PERSISTENT_MEMORY // (num_bytes + 2 * half_bytes)
     scales_weights = product.group > 0
     return Tiles(
         *(tokens, rows, stages, 8),
         scales_weights=scales_weights,
         x_stages=x_stages,
+        halves=halves,
         is_shared=is_shared,
     )
 
 
-def steps_per_program(num_tiles: int, num_blocks: int, num_sms: int, is_shared: bool) -> int:
-    """How many blocks of tiles a persistent program computes: those of whole tiles, or as many as
-    all SMs share evenly."""
-    if not is_shared:
-        waves: int = triton.cdiv(num_tiles, num_sms)
-        return waves * num_blocks
-    shared: int = triton.cdiv(num_tiles * num_blocks, num_sms)
-    return max(shared, min(_FEWEST_STEPS, num_blocks))
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Of the tiles of a product among the programs of linear_hopper_persistent.py's kernel."""
+
+    num_programs: int
+    num_shared: int  # tiles whose steps programs share evenly; they compute the others as a whole
+    per_program: int  # steps of shared tiles
+
+    @classmethod
+    def of(cls, num_tiles: int, num_blocks: int, num_sms: int, is_shared: bool) -> Division:
+        """A step is a tile's block of 128 inputs."""
+        waves = triton.cdiv(num_tiles, num_sms)
+        num_shared = num_tiles % num_sms
+        if not is_shared or not num_shared:
+            return cls(triton.cdiv(num_tiles, waves), 0, 1)
+        num_steps = num_shared * num_blocks
+        per_program = max(triton.cdiv(num_steps, num_sms), min(_FEWEST_STEPS, num_blocks))
+        num_programs = num_sms if waves > 1 else triton.cdiv(num_steps, per_program)
+        return cls(num_programs, num_shared, per_program)
+
+    def num_steps(self, num_tiles: int, num_blocks: int) -> int:
+        """Of a program."""
+        whole: int = triton.cdiv(num_tiles - self.num_shared, self.num_programs)
+        return whole * num_blocks + (self.per_program if self.num_shared else 0)
 
 
 def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
