@@ -212,7 +212,8 @@ SHARED_CASES = [
 ]
 SHARED_CASES += [replace(SHARED_CASES[1], sequences=SHARED_CASES[2].sequences, interleaved=True)]
 SCORED = Case(((90, 1), (150, 1), (81, 1), (113, 1)), group=2, num_kv_heads=2, head_dim=16)
-SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
+SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, *FEATURES))]
+SINGLE_FEATURES = [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
 MANY = ((2100, 1), *((2000 + i, 1) for i in range(20)), (300, 1))
 GPU_CASES = [
     Case(MANY, 16, 8, group, 128, None, torch.bfloat16, rotary_dim, head_norm)
@@ -259,14 +260,17 @@ def check(case: Case, prefix: int, device: str) -> None:
 
 
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
-@pytest.mark.parametrize("case", SHARED_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [*SHARED_CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in SINGLE_FEATURES)],
+)
 def test_interpreted(case: Case) -> None:
     check(case, 64, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [*SHARED_CASES, *GPU_CASES])
+@pytest.mark.parametrize("case", [*SHARED_CASES, *SINGLE_FEATURES, *GPU_CASES])
 def test_on_the_gpu(case: Case) -> None:
     check(case, 1024 if case in GPU_CASES else 64, "cuda")
 

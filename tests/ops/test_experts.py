@@ -384,7 +384,10 @@ def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("rule", "num_tokens"), [("all", 65), ("softmax", 70), ("softmax", 1)])
+@pytest.mark.parametrize(
+    ("rule", "num_tokens"),
+    [("all", 65), ("softmax", 70), pytest.param("softmax", 1, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("form", ["float8-blocks", "mx_float4", "mx_float4-near", "int4-32"])
 def test_quantized_experts_that_all_tokens_take(
     device: torch.device, form: str, rule: str, num_tokens: int
