@@ -136,7 +136,7 @@ def _produce(
         tl.extra.cuda.gdc_wait()
     for i in range(count):
         if i >= STAGES:
-            # Whole blocks of inputs are freed with those of W, of which there are as many.
+            # Where a stage holds a whole block of x, one barrier frees it and the block of W.
             done = free if HALVES == 1 else x_free
             mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
             _fetch_weights(weight, pieces, ready, i, work, sizes, GATED)
