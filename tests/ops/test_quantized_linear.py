@@ -67,7 +67,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
         monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
-        monkeypatch.setattr(linear_quantized, "num_sms", lambda device: 3)
+        monkeypatch.setattr(linear_ring, "num_sms", lambda device: 3)
     return device
 
 
@@ -180,7 +180,7 @@ def test_one_token_times_float8_by_a_ring(
     epilogue: Epilogue,
 ) -> None:
     """More blocks than the ring has, and a last one that is not whole."""
-    monkeypatch.setattr(linear_quantized, "choose_ring", lambda *args, **options: ring)
+    monkeypatch.setattr(linear_ring, "choose_ring", lambda *args, **options: ring)
     sizes = torch.logspace(-2, 0, 136, device=rings)
     dense = inputs(136, 1152, torch.float32, rings) * sizes[:, None] * 1152**-0.5
     form = ScaledFloat8.quantize(dense, block)

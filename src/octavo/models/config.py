@@ -75,10 +75,11 @@ class LayerConfig:
         """
         norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
         is_alone = self.attention.shard.size == 1 and self.cross_attention is None
+        follow_each_other = norms_inputs and is_alone and self.attention.width_norm is None
         if isinstance(self.mlp, ExpertsConfig):
             is_quantized = self.attention.linear_method == "quantized"
-            is_alone = is_alone and self.mlp.shared is None and not is_quantized
-        return norms_inputs and is_alone and self.attention.width_norm is None
+            return follow_each_other and self.mlp.shared is None and not is_quantized
+        return follow_each_other
 
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""

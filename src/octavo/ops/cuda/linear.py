@@ -24,7 +24,6 @@ from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 
@@ -77,11 +76,9 @@ class CudaLinear:
     def _apply_ring(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        from octavo.ops.cuda.linear_ring import choose_ring, linear_ring
+        from octavo.ops.cuda.linear_ring import linear_by_ring
 
-        num_programs = num_sms(self._weight.device)
-        ring = choose_ring(*self._weight.shape, epilogue.is_gated, num_programs)
-        return linear_ring(x, self._weight, bias, epilogue, ring, num_programs)
+        return linear_by_ring(x, self._weight, bias, epilogue)
 
 
 def linear(

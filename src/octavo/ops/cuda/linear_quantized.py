@@ -45,7 +45,7 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_WEIGHTS,
     quantized_linear_kernel,
 )
-from octavo.ops.cuda.linear_ring import choose_ring, linear_ring, takes_ring
+from octavo.ops.cuda.linear_ring import linear_by_ring, takes_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
@@ -357,9 +357,7 @@ class QuantizedCudaLinear:
         weight, scales = self._stored.weight, self._scales
         if not self._is_in_ring:
             return linear_one(x, weight, bias, epilogue, scales=scales)
-        num_programs = num_sms(weight.device)
-        ring = choose_ring(*weight.shape, epilogue.is_gated, num_programs, is_float8=True)
-        return linear_ring(x, weight, bias, epilogue, ring, num_programs, scales)
+        return linear_by_ring(x, weight, bias, epilogue, scales)
 
     def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
         place = bisect_left(SIZES, num_tokens), epilogue.is_gated

@@ -38,6 +38,7 @@ from octavo.ops.cuda.linear_gemv import Scales
 from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
@@ -108,6 +109,20 @@ def choose_ring(
     stages = memory // (rows * fold * _PIECE.value * halves)
     pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
     return Ring(rows, fold, min(stages, _MOST_STAGES), pause)
+
+
+def linear_by_ring(
+    x: Tensor | DeferredNorm,
+    weight: Tensor,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    scales: Scales | None = None,
+) -> Tensor:
+    """`linear_ring` with a program for each SM, and the ring that is chosen for W."""
+    num_programs = num_sms(weight.device)
+    is_float8 = scales is not None
+    ring = choose_ring(*weight.shape, epilogue.is_gated, num_programs, is_float8)
+    return linear_ring(x, weight, bias, epilogue, ring, num_programs, scales)
 
 
 def linear_ring(
