@@ -354,9 +354,18 @@ FORMS = {
 }
 
 
+# Those that take the interpreter longest, and are most like others.
+LONG_CASES = {("mx_float4-near", 20), ("int4-32-zeros", 1), ("int4-64", 1), ("int4-rows", 1)}
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("num_tokens", [1, 20])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "num_tokens"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in LONG_CASES else ())
+        for case in itertools.product(FORMS, (1, 20))
+    ],
+)
 def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> None:
     """Of sizes that no tile divides, but for what a form demands."""
     config, (size, inner) = RULES["chosen-softmax"], FORMS[form]
@@ -475,7 +484,9 @@ def test_products_on_hopper(
     ("num_tokens", "block_rows", "epilogue", "size"),
     [
         (1, 16, Epilogue.CLAMPED_SWIGLU, 320),
-        (1, 16, Epilogue.SILU_MUL, 1472),  # three blocks of a warp, of which two are loaded ahead
+        pytest.param(  # three blocks of a warp, of which two are loaded ahead
+            *(1, 16, Epilogue.SILU_MUL, 1472), marks=pytest.mark.slow
+        ),
         (3, 16, Epilogue.SILU_MUL, 320),
         (26, 32, Epilogue.CLAMPED_SWIGLU, 320),
         (40, 64, Epilogue.CLAMPED_SWIGLU, 320),

@@ -26,7 +26,7 @@ CHECKS = [
     checks.negative_data_rejection,
 ]
 MAX_TOKENS = 4  # longer outputs take time and tell nothing more
-NUM_EXAMPLES = 12  # of each endpoint, good and bad
+NUM_EXAMPLES = 8  # of each endpoint, good and bad
 
 
 def keep_short(body: Any) -> None:

@@ -85,7 +85,7 @@ def test_what_is_shown_of_ranks(server: LiveServer) -> None:
     [
         (1, signal.SIGKILL),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_streams_survive_a_rank(

@@ -20,7 +20,7 @@ from server.live_server import TIMEOUT, LiveServer, live_server
 NUM_STREAMS = 30
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     # In float32, tokens do not depend on the batch, even if the sums of the CPU's library do.
     with live_server("--replicas", str(request.param), "--dtype", "float32") as running:

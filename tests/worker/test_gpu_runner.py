@@ -292,6 +292,7 @@ def test_models_through_transformers_compute_in_padded_and_captured_steps(
     assert overlapped.kv.pool.num_held == 0
 
 
+@slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of each mode, an edited row and candidates, in steps that overlap."""
@@ -332,6 +333,7 @@ def test_keys_of_gangs_and_common_prefixes_are_read_once(
     assert (calls > 0) == any(isinstance(spec, FullAttention) for spec in specs)
 
 
+@slow_if_interpreted
 def test_the_steps_that_memory_is_measured_with_are_the_largest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
