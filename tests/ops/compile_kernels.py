@@ -292,6 +292,7 @@ def experts() -> None:
     for module in (cuda_experts, experts_one_packed):  # what a GPU multiplies in pairs
         module.has_bfloat16_pairs = lambda device: True
     experts_mx_hopper._is_on_hopper = lambda device: True
+    cuda_experts.num_sms = lambda device: 132
     dense = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
     zeros = torch.zeros(num, 2 * inner, size // 32, dtype=torch.int16)
     for quantize in (
@@ -325,28 +326,27 @@ def experts() -> None:
 def experts_on_hopper(
     matrices: list[ExpertMatrices], router: RouterWeights, config: RoutingConfig
 ) -> None:
-    """experts_hopper.py's kernel for blocks of each size, if it takes the form."""
+    """experts_hopper.py's kernel for blocks and tiles of each size, if it takes the form."""
     from octavo.ops.cuda import experts as cuda_experts
-    from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
+    from octavo.ops.cuda.expert_tiles import choose_hopper_tiles, hopper_tiles
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
 
     up, down = matrices
+    launch = cuda_experts.launch_on_hopper
     for num_tokens in (2, 64, 128):
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
-        for each, source, out, epilogue in (
-            (up, x, x.new_empty(num_tokens * config.top_k, down.size), Epilogue.SILU_MUL),
-            (
-                down,
-                x.new_empty(num_tokens * config.top_k, down.size),
-                torch.empty(config.top_k, num_tokens, up.size),
-                Epilogue.NONE,
-            ),
-        ):
-            tiles = choose_hopper_tiles(routed.lists.block_rows, each)
-            if tiles is not None:
-                cuda_experts.launch_on_hopper(source, each, None, out, routed, epilogue, tiles)
+        lists = routed.lists
+        if choose_hopper_tiles(lists.block_rows, len(lists.experts), up, down, 132) is None:
+            continue
+        inner = x.new_empty(num_tokens * config.top_k, down.size)
+        out = torch.empty(config.top_k, num_tokens, up.size)
+        biases = None, None
+        epilogue = Epilogue.SILU_MUL
+        for rows in (64, 128):
+            tiles = hopper_tiles(lists.block_rows, rows)
+            launch(x, (up, down), biases, inner, out, routed, epilogue, tiles)
 
 
 if __name__ == "__main__":

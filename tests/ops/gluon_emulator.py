@@ -243,6 +243,8 @@ class _Namespaces:
             allocate_shared_memory=_allocate,
             arange=lambda start, end, layout=None: block(torch.arange(start, end)),
             zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
+            zeros_like=torch.zeros_like,
+            to_tensor=torch.as_tensor,
             full=lambda shape, value, dtype, layout: block(torch.full(shape, value, dtype=dtype)),
             cdiv=lambda a, b: -(-a // b),
             minimum=_extreme(min, torch.minimum),
@@ -407,8 +409,13 @@ def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """PTX of 32-bit registers: mov, shifts, and, mad, prmt, lop3 as (a & b) | c, and operations on
-    two 16-bit numbers. `pack` neighbouring words of each argument have a register each, and so many
-    elements share one of the results."""
+    two 16-bit numbers; or a prefetch, which has no result. `pack` neighbouring words of each
+    argument have a register each, and so many elements share one of the results."""
+    if "prefetch" in text:
+        for each in args:
+            assert isinstance(each, Pointer)
+            assert (each.offset < len(each.memory)).all(), "fetched from behind a tensor"
+        return None
     if not isinstance(dtype, tuple):
         (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
         return one

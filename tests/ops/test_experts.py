@@ -426,8 +426,8 @@ HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks")
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "per_sm", "num_sms"),
-    [(3, 4, 3, 3), (20, 2, 2, 3), (26, 13, 1, 3), (20, 2, 3, 100)],
+    ("num_tokens", "top_k", "rows", "num_sms"),
+    [(3, 4, 64, 9), (20, 2, 64, 10), (26, 13, 128, 3), (20, 2, 64, 300)],
 )
 @pytest.mark.parametrize("form", HOPPER_FORMS)
 def test_products_on_hopper(
@@ -435,7 +435,7 @@ def test_products_on_hopper(
     form: str,
     num_tokens: int,
     top_k: int,
-    per_sm: int,
+    rows: int,
     num_sms: int,
 ) -> None:
     """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, several
@@ -449,24 +449,23 @@ def test_products_on_hopper(
     x[:, 5] *= 1e4  # beyond what e4m3 can hold
     routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
     monkeypatch.setattr(cuda_experts, "grouped_kernel", Emulated(cuda_experts.grouped_kernel))
-    monkeypatch.setattr(cuda_experts, "NUM_SMS", num_sms)
+    monkeypatch.setattr(cuda_experts, "num_sms", lambda device: num_sms)
+    up, down = map(ExpertMatrices.of, forms)
+    assert up is not None
+    assert down is not None
+    tiles = hopper_tiles(routed.lists.block_rows, rows)
     num_blocks = int(routed.lists.num_blocks)
     for each in routed.lists[1:4]:
-        assert num_sms == 3 or len(each) > num_blocks
+        assert num_sms < 300 or len(each) > num_blocks
         each[num_blocks:] = 2**31 - 1
 
     def computed() -> Tensor:
         inner_values = x.new_empty((num_tokens * top_k, inner))
         out = torch.full((top_k, num_tokens, size), torch.nan)
-        kinds = (Epilogue.SILU_MUL, Epilogue.NONE)
-        sources, targets = (x, inner_values), (inner_values, out)
-        for i in range(2):
-            matrices = ExpertMatrices.of(forms[i])
-            assert matrices is not None
-            tiles = hopper_tiles(routed.lists.block_rows, per_sm)
-            cuda_experts.launch_on_hopper(
-                sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
-            )
+        cuda_experts.launch_on_hopper(
+            x, (up, down), dense[2:], inner_values, out, routed, Epilogue.SILU_MUL, tiles
+        )
+        assert not cuda_experts._progress(CPU).any()
         return total(out)
 
     got = computed()
@@ -478,6 +477,28 @@ def test_products_on_hopper(
     others = [0, *range(3, num_tokens)]
     assert after[1:3].isnan().all()
     assert torch.equal(after[others], got[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [40, 160])
+@pytest.mark.parametrize("form", ["float8-rows", "float8-blocks"])
+def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
+    """Tiles of 128 rows, several for each program, whose gates others compute: in one launch after
+    the other, down projections find them all."""
+    device = torch.device("cuda")
+    config = RoutingConfig(num_experts=32, top_k=4)
+    dense = expert_weights(32, 1024, 512, device)
+    weights = QuantizedExpertWeights(quantized(form, dense.up), quantized(form, dense.down))
+    router = RouterWeights(numbers(32, 1024, device=device).bfloat16())
+    x = numbers(num_tokens, 1024, device=device).bfloat16()
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    kernel = gpu_kernel(weights, Epilogue.SILU_MUL, torch.bfloat16)
+    got = kernel.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    assert (total(got) - wanted).norm() < 1e-2 * wanted.norm()
+    for _ in range(200):
+        assert torch.equal(kernel.apply_partial(x, routed), got)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
+
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
 
@@ -16,6 +18,12 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 # up; beyond that it would take longer to write and read than it is worth.
 EXACT_TOKENS = 256
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
+_HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py
+# That its programs take: what is left is room for those of the kernel that makes the lists, so that
+# they start while it runs.
+_HOPPER_REGISTERS = 57344
+GATHERING_WARPS = 4
+GATHERING_REGISTERS = 152  # of a thread
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
 _MAX_HOPPER_STAGES = 12
@@ -45,54 +53,52 @@ class OneTokenPrograms:
 
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
-    """A configuration of experts_hopper.py's kernel."""
+    """A configuration of experts_hopper.py's kernel, of which an SM has one program."""
 
     rows: int  # of each of two matrices
     stages: int
-    per_sm: int  # programs that share an SM
+    warps: int  # that multiply
+    registers: int  # of a thread when the kernel starts
     at_once: int  # steps whose inputs are loaded together
-    gathering_warps: int
-    gathering_registers: int  # of a thread
-
-    @property
-    def warps(self) -> int:
-        """Of a program, as registers are allotted: to four warps together."""
-        return 4 + self.gathering_warps + 4
+    overlaps: bool  # whether they are loaded while those before are split
+    ahead: int  # bytes of each row of a program's first tile that are fetched before the lists
 
 
-# Programs that share an SM by tokens of a tile; other tiles are left to experts.py's kernel.
-# Measured on 2026-11-22 on one H200, without routing, microseconds: that kernel, and this one with
-# one, two and three programs.
-#   Qwen3-30B-A3B, 8 tokens      95    84    73    70
-#                 64 tokens     213   204   160   157
-#                256 tokens     248   303   206           tiles of 32 tokens
-# Since then it has become 6% to 18% faster, with these numbers of programs (docs/performance.md).
-# In bfloat16 this kernel took 118, 274 and 293 for 8, 64 and 256 tokens where experts.py's takes
-# 115, 269 and 290.
-_PROGRAMS = {16: 3, 32: 2}
+def choose_hopper_tiles(
+    tokens: int, num_blocks: int, up: ExpertMatrices, down: ExpertMatrices, num_sms: int
+) -> HopperTiles | None:
+    """Tiles for gates, ups and down projections of blocks of `tokens` in FP8, of which there may be
+    so many; None: other kernels compute them.
 
-
-def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
-    """Tiles for products of blocks of `tokens` in FP8; None: other kernels compute them."""
-    if matrices.format != Format.FLOAT8 or tokens not in _PROGRAMS:
+    Tiles of 128 rows read inputs half as often as those of 64, which are left to so few gates that
+    SMs would be idle, and to numbers of them that 128 pads by more than a quarter.
+    """
+    if any(each.format != Format.FLOAT8 for each in (up, down)) or tokens not in (16, 32):
         return None
-    return hopper_tiles(tokens, _PROGRAMS[tokens])
+    row_tiles = triton.cdiv(down.size, 128)
+    is_large = num_blocks * row_tiles >= num_sms and 128 * row_tiles <= 1.25 * down.size
+    return hopper_tiles(tokens, 128 if is_large else 64)
 
 
-def hopper_tiles(tokens: int, per_sm: int) -> HopperTiles:
-    """As many stages as fit."""
-    rows, warps = 64, 4
+def hopper_tiles(tokens: int, rows: int) -> HopperTiles:
+    """As many stages as fit.
+
+    Measured on 2026-11-23 on one H200, one layer of Qwen3-30B-A3B with both norms and routing,
+    microseconds: 64 tokens with inputs loaded while those before are split take 161.9, without it
+    158.1; 256 tokens (two steps at once) 192.2 and 195.5, which fetching ahead makes 188.3.
+    """
+    warps = rows // 16
     stage = BLOCK * (2 * rows + 2 * tokens) + 4 * tokens
-    stages = (_SHARED_MEMORY // per_sm - 4 * rows * tokens - 1024) // stage
-    # Of 16 bits, a thread has so many inputs of a step, and room for about 64.
-    at_once = max(1, min(4, 64 // (tokens * BLOCK // (32 * warps))))
+    stages = (_HOPPER_MEMORY - 4 * rows * tokens - 1024) // stage
+    is_many = tokens > 16
     return HopperTiles(
         rows,
         min(_MAX_HOPPER_STAGES, stages),
-        per_sm,
-        at_once=at_once,
-        gathering_warps=warps,
-        gathering_registers=72 if per_sm == 3 else 88,
+        warps,
+        registers=_HOPPER_REGISTERS // (32 * (warps + GATHERING_WARPS + 4)) // 8 * 8,
+        at_once=2 if is_many else 4,
+        overlaps=is_many,
+        ahead=4 * BLOCK if is_many else 0,
     )
 
 

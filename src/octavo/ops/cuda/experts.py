@@ -1,6 +1,7 @@
 """The experts' projections on NVIDIA GPUs, as grouped products.
 
-MXFP4 has kernels of its own on Hopper GPUs (experts_mx_hopper.py).
+On Hopper GPUs FP8 has a kernel of its own while an expert has few tokens (experts_hopper.py), and
+MXFP4 has others (experts_mx_hopper.py).
 
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that
@@ -16,6 +17,7 @@ those that find no block end at once.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import (
     EXACT_TOKENS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
     HopperTiles,
     Tiles,
     choose_hopper_tiles,
@@ -48,12 +52,11 @@ from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
-from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, shared_memory
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 
-_REGISTERS = 65536  # of an SM
-NUM_SMS = 132
+_MAX_BLOCKS = 1 << 12  # that experts_hopper.py counts tiles of
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
@@ -93,11 +96,9 @@ class CudaExperts:
         inner = x.new_empty((num_tokens * top_k, down.size))
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
-        tokens = routed.lists.block_rows
-        tiles = [_tiles_on_hopper(each, tokens, x) for each in (up, down)]
-        if tiles[0] is not None and tiles[1] is not None:
-            launch_on_hopper(x, up, up_bias, inner, routed, self._epilogue, tiles[0])
-            launch_on_hopper(inner, down, down_bias, out, routed, Epilogue.NONE, tiles[1])
+        tiles = _tiles_on_hopper(up, down, routed.lists, x)
+        if tiles is not None:
+            launch_on_hopper(x, (up, down), self._biases, inner, out, routed, self._epilogue, tiles)
         else:
             _launch(x, up, up_bias, inner, routed, self._epilogue)
             _launch(inner, down, down_bias, out, routed, Epilogue.NONE)
@@ -115,65 +116,90 @@ def _is_on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and _is_hopper(device)
 
 
-def _tiles_on_hopper(weight: ExpertMatrices, tokens: int, x: Tensor) -> HopperTiles | None:
+def _tiles_on_hopper(
+    up: ExpertMatrices, down: ExpertMatrices, lists: BlockLists, x: Tensor
+) -> HopperTiles | None:
     """None: experts_hopper.py does not compute products of so many rows of one expert, of inputs
     like x, or not on this GPU."""
-    if not _is_on_hopper(x.device) or not _has_tma(weight.values):
+    if not _is_on_hopper(x.device) or not all(_has_tma(each.values) for each in (up, down)):
         return None
-    is_served = x.dtype in (torch.bfloat16, torch.float16)
-    return choose_hopper_tiles(tokens, weight) if is_served else None
+    if x.dtype not in (torch.bfloat16, torch.float16) or len(lists.experts) > _MAX_BLOCKS:
+        return None
+    num_blocks = len(lists.experts)
+    return choose_hopper_tiles(lists.block_rows, num_blocks, up, down, num_sms(x.device))
+
+
+@cache
+def _progress(device: torch.device) -> Tensor:
+    """What programs of experts_hopper.py count; 0 between kernels. For one stream."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
+    return torch.zeros(_MAX_BLOCKS + 1, dtype=torch.int32, device=device)
 
 
 def launch_on_hopper(
     x: Tensor,
-    weight: ExpertMatrices,
-    bias: Tensor | None,
+    weights: tuple[ExpertMatrices, ExpertMatrices],
+    biases: tuple[Tensor | None, Tensor | None],
+    inner: Tensor,
     out: Tensor,
     routed: Routed,
     epilogue: Epilogue,
     tiles: HopperTiles,
 ) -> None:
-    """As _launch, by experts_hopper.py. Down follows upon gates and ups, with nothing between."""
+    """Both projections of all experts, by experts_hopper.py."""
     from triton.experimental.gluon import language as gl
 
     lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
-    num_outputs, tokens = out.shape[-1], lists.block_rows
-    scales = weight.scales
-    assert scales is not None
-    is_gated = epilogue.is_gated
-    row_tiles = triton.cdiv(num_outputs, tiles.rows * (1 if is_gated else 2))
-    grouped_kernel[(min(row_tiles * len(lists.experts), NUM_SMS * tiles.per_sm),)](
+    tokens = lists.block_rows
+    up, down = weights
+    assert up.scales is not None
+    assert down.scales is not None
+    progress = _progress(x.device)
+    row_tiles = triton.cdiv(inner.shape[1], tiles.rows)
+    grouped_kernel[(min(row_tiles * len(lists.experts), num_sms(x.device)),)](
         x,
-        _stored_descriptor(weight, tiles),
-        scales,
-        bias,
+        inner,
         out,
+        _stored_descriptor(up, tiles),
+        up.values,
+        up.scales,
+        biases[0],
+        _stored_descriptor(down, tiles),
+        down.scales,
+        biases[1],
         lists.rows,
         lists.experts,
         lists.begins,
         lists.ends,
         lists.num_blocks,
         routed.weights,
+        progress[1:],
+        progress,
         num_tokens,
-        num_outputs,
-        weight.size,
+        inner.shape[1],
+        up.size,
+        len(up.values),
         x.stride(0),
-        scales.stride(0),
-        scales.shape[2],
+        up.scales.stride(0),
+        up.scales.shape[2],
+        down.scales.stride(0),
+        down.scales.shape[2],
         TOP_K=top_k,
         TOKENS=tokens,
         STAGES=tiles.stages,
-        SCALE_ROWS=weight.scale_rows,
-        SCALE_COLUMNS=weight.scale_columns,
+        SCALE_ROWS=(up.scale_rows, down.scale_rows),
+        SCALE_COLUMNS=(up.scale_columns, down.scale_columns),
         EPILOGUE=int(epilogue),
-        GATED=is_gated,
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([2 * tokens, BLOCK], gl.float8e4nv),
         AT_ONCE=tiles.at_once,
-        GATHERING_WARPS=tiles.gathering_warps,
-        GATHERING_REGISTERS=tiles.gathering_registers,
-        num_warps=4,
-        maxnreg=min(255, _REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8),
+        OVERLAPS=tiles.overlaps,
+        AHEAD=min(tiles.ahead, up.size),
+        GATHERING_WARPS=GATHERING_WARPS,
+        GATHERING_REGISTERS=GATHERING_REGISTERS,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
         **launch_options(x.device),
     )
 

@@ -1,10 +1,14 @@
 """The experts' projections on Hopper GPUs: grouped products of few tokens, bound by memory.
 
-Programs are as many as fit on the SMs, and each computes one tile after the other: two matrices of
-ROWS rows of an expert's weights (gates and the ups that belong to them, or neighbouring rows of the
-down projection), times the tokens of one block of routing.py's lists. One warp loads weights by
-TMA, STAGES deep and on into the next tile; a warpgroup gathers the tokens' inputs; another one
-multiplies by wgmma and stores.
+One kernel computes both of them. Its programs are one for each SM, and each computes one tile after
+the other: two matrices of ROWS rows of an expert's weights (gates and the ups that belong to them,
+or neighbouring rows of the down projection), times the tokens of one block of routing.py's lists.
+One warp loads weights by TMA, STAGES deep and on into the next tile; a warpgroup gathers the
+tokens' inputs; two others multiply by wgmma and store.
+
+Down projections follow the gates, and memory does not rest in between: their weights are loaded as
+those of one more tile. Their inputs wait until all gates of the block are there, which are counted
+in memory, and which are there long before, but for the last ones.
 
 FP8 weights go from shared memory to the tensor cores as they are. An FP8 product needs FP8 on both
 sides: each 128 inputs of a token are scaled by a power of two, and split into two
@@ -47,30 +51,66 @@ def _block_of(lists, tile, row_tiles):
 
 
 @gluon.jit
-def _next_block(lists, tile, end, row_tiles):
-    """`_block_of` this program's next tile: asked for before the steps of `tile`."""
-    return _block_of(lists, gl.minimum(tile + gl.num_programs(0), end - 1), row_tiles)
+def _following(tile, work):
+    """This program's next tile of the same projection."""
+    num_few, num_first, second = work[2], work[3], work[4]
+    following = tile + gl.where(tile < num_first, num_few, gl.num_programs(0))
+    is_last = (tile < num_first) & (following >= num_first)
+    return gl.where(is_last, second, following)
 
 
 @gluon.jit
-def _fetch(
-    weight, lists, num_blocks, buffers, shape, num_steps, GATED: gl.constexpr, PDL: gl.constexpr
-):
-    """The partition that loads weights."""
+def _gates(num_blocks, row_tiles):
+    """This program's work on gates and ups: the first tile, how many tiles there are of all
+    programs, and what `_following` needs."""
+    return gl.program_id(0), num_blocks * row_tiles, 0, 0, 0
+
+
+@gluon.jit
+def _downs(num_blocks, row_tiles, gate_tiles, gate_steps, num_steps):
+    """The same of down projections. Where some programs have a tile of gates less, they take as
+    many steps of down projections first, and begin when what is left is dealt out."""
+    more = num_blocks * gate_tiles % gl.num_programs(0)  # programs with a tile more
+    num_few = gl.where(more > 0, gl.num_programs(0) - more, 0)
+    num_first = num_few * (gate_steps // num_steps)
+    place = gl.program_id(0) - more
+    second = num_first + gl.where(place < 0, place + gl.num_programs(0), place)
+    first = gl.where((place >= 0) & (place < num_first), place, second)
+    return first, num_blocks * row_tiles, num_few, num_first, second
+
+
+@gluon.jit
+def _first_block(lists, work, row_tiles, GATED: gl.constexpr):
+    """`_block_of` this program's first tile. That of gates and ups is asked for without waiting for
+    the number of blocks: behind the last one the lists hold anything."""
+    tile = work[0]
+    if not GATED:
+        tile = gl.minimum(tile, work[1] - 1)
+    expert, begin, end = _block_of(lists, tile, row_tiles)
+    has_tile = work[0] < work[1]
+    return expert, gl.where(has_tile, begin, 0), gl.where(has_tile, end, 0)
+
+
+@gluon.jit
+def _next_block(lists, tile, work, row_tiles):
+    """`_block_of` this program's next tile: asked for before the steps of `tile`."""
+    return _block_of(lists, gl.minimum(_following(tile, work), work[1] - 1), row_tiles)
+
+
+@gluon.jit
+def _fetch(weight, lists, buffers, work, step, shape, num_steps, GATED: gl.constexpr):
+    """Load the weights of a projection; the step after its last one."""
     tiles, up_tiles, ready, free = buffers
     num_outputs, row_tiles, per_expert = shape
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     WIDTH: gl.constexpr = tiles.shape[2]
     BYTES: gl.constexpr = 2 * weight.block_type.nbytes
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    next_expert, _, _ = _block_of(lists, gl.program_id(0), row_tiles)
-    num_tiles = gl.load(num_blocks, cache_modifier=".cg") * row_tiles
-    step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    tile = work[0]
+    next_expert, _, _ = _first_block(lists, work, row_tiles, GATED)
+    while tile < work[1]:
         expert = next_expert
-        next_expert, _, _ = _next_block(lists, tile, num_tiles, row_tiles)
+        next_expert, _, _ = _next_block(lists, tile, work, row_tiles)
         if GATED:
             row = expert * per_expert + tile % row_tiles * ROWS
             up_row = row + num_outputs
@@ -84,6 +124,57 @@ def _fetch(
             _fetch_tile(weight, [row, k * WIDTH], ready.index(stage), tiles.index(stage))
             _fetch_tile(weight, [up_row, k * WIDTH], ready.index(stage), up_tiles.index(stage))
             step += 1
+        tile = _following(tile, work)
+    return step
+
+
+@gluon.jit
+def _fetch_to_l2(values, shape, size, num_experts, ROWS: gl.constexpr, AHEAD: gl.constexpr):
+    """Have AHEAD bytes of each row of this program's first tile on their way to the L2 cache while
+    the lists are made: as if each expert had one block, which is nearly so with many tokens."""
+    num_outputs, row_tiles, per_expert = shape
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile = gl.program_id(0)
+    expert = gl.minimum(tile // row_tiles, num_experts - 1)
+    first = tile % row_tiles * ROWS
+    for start in gl.static_range(0, 2 * ROWS, 32):
+        rows = first + start % ROWS + gl.arange(0, 32, layout=LANES)
+        rows = gl.minimum(rows, num_outputs - 1) + start // ROWS * num_outputs
+        rows += expert * per_expert
+        gl.inline_asm_elementwise(
+            f"cp.async.bulk.prefetch.L2.global [$1], {AHEAD}; mov.b32 $0, 0;",
+            "=r,l",
+            [values + rows.to(gl.int64) * size],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def _fetch_all(
+    weights,
+    values,
+    num_experts,
+    lists,
+    num_blocks,
+    buffers,
+    shapes,
+    num_steps,
+    size,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that loads weights."""
+    if AHEAD > 0:
+        _fetch_to_l2(values, shapes[0], size, num_experts, buffers[0].shape[1], AHEAD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    num = gl.load(num_blocks, cache_modifier=".cg")
+    gates = _gates(num, shapes[0][1])
+    downs = _downs(num, shapes[1][1], shapes[0][1], num_steps[0], num_steps[1])
+    step = _fetch(weights[0], lists, buffers, gates, gl.to_tensor(0), shapes[0], num_steps[0], True)
+    _fetch(weights[1], lists, buffers, downs, step, shapes[1], num_steps[1], False)
 
 
 @gluon.jit
@@ -109,26 +200,46 @@ def _sources(rows, places, end, TOP_K: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _asked(x_rows, is_row, columns, first, size, GATED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The inputs of AT_ONCE steps, from the input `first` on."""
+    found = ()
+    for i in gl.static_range(AT_ONCE):
+        start = first + i * columns.shape[0]
+        inside = is_row & (columns < size - start)[None, :]
+        if GATED:
+            values = gl.load(x_rows + start, mask=inside, other=0.0)
+        else:  # written by this kernel: what the L1 cache holds may be older
+            values = gl.load(x_rows + start, mask=inside, other=0.0, cache_modifier=".cg")
+        found += (values,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
 def _gather(
     x,
     lists,
-    num_blocks,
+    done,
+    gate_tiles,
     buffers,
-    shape,
+    work,
+    step,
+    row_tiles,
     size,
     stride,
     num_steps,
     TOP_K: gl.constexpr,
     GATED: gl.constexpr,
     AT_ONCE: gl.constexpr,
-    PDL: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
-    """The partition that loads inputs, as two e4m3 numbers and a scale.
+    """Load the inputs of a projection, as two e4m3 numbers and a scale; the step after its last
+    one.
 
-    It has the inputs of AT_ONCE steps under way together, so as not to wait for each of them.
+    The inputs of AT_ONCE steps are under way together, so as not to wait for each of them; with
+    OVERLAPS, while those before them are split.
     """
     x_tiles, x_scales, ready, free = buffers
-    row_tiles, rows = shape[1], lists[3]
+    rows = lists[3]
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     COLUMNS: gl.constexpr = x_tiles.shape[2]
@@ -136,48 +247,94 @@ def _gather(
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
-    if PDL and GATED:
-        tl.extra.cuda.gdc_wait()
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     slots = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT))
-    _, begin, end = _block_of(lists, gl.program_id(0), row_tiles)
-    num_tiles = gl.load(num_blocks, cache_modifier=".cg") * row_tiles
-    # Behind the last block the lists hold anything: a program without tiles has no rows.
-    begin = gl.where(gl.program_id(0) < num_tiles, begin, 0)
-    end = gl.where(gl.program_id(0) < num_tiles, end, 0)
+    tile = work[0]
+    _, begin, end = _first_block(lists, work, row_tiles, GATED)
     source = _sources(rows, begin + slots, end, TOP_K, GATED)
-    _, next_begin, next_end = _next_block(lists, gl.program_id(0), num_tiles, row_tiles)
-    if PDL and not GATED:
-        tl.extra.cuda.gdc_wait()
-    step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    _, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
+    seen = gl.to_tensor(0)
+    while tile < work[1]:
         x_rows = x + source.to(gl.int64)[:, None] * stride + columns[None, :]
         is_row = (begin + slots < end)[:, None]
         begin, end = next_begin, next_end
         source = _sources(rows, begin + slots, end, TOP_K, GATED)
-        _, next_begin, next_end = _next_block(
-            lists, tile + gl.num_programs(0), num_tiles, row_tiles
-        )
+        following = _following(tile, work)
+        _, next_begin, next_end = _next_block(lists, following, work, row_tiles)
+        if not GATED:
+            while seen < gate_tiles:
+                seen = gl.atomic_add(done + tile // row_tiles, 0, sem="acquire", scope="gpu")
+        if OVERLAPS:
+            later = _asked(x_rows, is_row, columns, 0, size, GATED, AT_ONCE)
         for start in range(0, num_steps, AT_ONCE):
-            loaded = ()
-            for i in gl.static_range(AT_ONCE):
-                first = (start + i) * COLUMNS
-                inside = is_row & (columns < size - first)[None, :]
-                values = gl.load(x_rows + first, mask=inside, other=0.0)
-                loaded += (values,)  # type: ignore[assignment]
+            if OVERLAPS:
+                loaded = later
+                first = (start + AT_ONCE) * COLUMNS
+                later = _asked(x_rows, is_row, columns, first, size, GATED, AT_ONCE)
+            else:
+                first = start * COLUMNS
+                loaded = _asked(x_rows, is_row, columns, first, size, GATED, AT_ONCE)
+            if (not GATED) & (start == 0):  # looks for the next tile's gates meanwhile
+                block = gl.minimum(following, work[1] - 1) // row_tiles
+                seen = gl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
             for i in gl.static_range(AT_ONCE):
                 if start + i < num_steps:
                     stage = (step + i) % STAGES
                     parity = ((step + i) // STAGES + 1) & 1
                     high, low, scales = _in_two(loaded[i])
                     mbarrier.wait(free.index(stage), parity)
-                    x_tiles.index(stage).slice(0, TOKENS).store(high)
-                    x_tiles.index(stage).slice(TOKENS, TOKENS).store(low)
+                    both = gl.join(high, low).permute((2, 0, 1)).reshape([2 * TOKENS, COLUMNS])
+                    x_tiles.index(stage).store(both)
                     x_scales.index(stage).store(scales)
                     fence_async_shared()
                     _barrier()
                     mbarrier.arrive(ready.index(stage), count=1)
             step += gl.minimum(AT_ONCE, num_steps - start)
+        tile = following
+    return step
+
+
+@gluon.jit
+def _gather_all(
+    x,
+    inner,
+    lists,
+    num_blocks,
+    progress,
+    buffers,
+    shapes,
+    sizes,
+    strides,
+    num_steps,
+    TOP_K: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that loads inputs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    done, finished = progress
+    num = gl.load(num_blocks, cache_modifier=".cg")
+    gate_tiles, down_tiles = shapes[0][1], shapes[1][1]
+    gates = _gates(num, gate_tiles)
+    downs = _downs(num, down_tiles, gate_tiles, num_steps[0], num_steps[1])
+    step = _gather(
+        x, lists, done, gate_tiles, buffers, gates, gl.to_tensor(0),
+        gate_tiles, sizes[0], strides[0], num_steps[0], TOP_K, True, AT_ONCE, OVERLAPS,
+    )  # fmt: skip
+    _gather(
+        inner, lists, done, gate_tiles, buffers, downs, step,
+        down_tiles, sizes[1], strides[1], num_steps[1], TOP_K, False, AT_ONCE, OVERLAPS,
+    )  # fmt: skip
+    # The last program to get here, after which none waits, has the counters ready for the next
+    # layer.
+    if gl.atomic_add(finished, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
+        COUNTERS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        for first in range(0, num, 32 * gl.num_warps()):
+            blocks = first + gl.arange(0, 32 * gl.num_warps(), layout=COUNTERS)
+            gl.store(done + blocks, gl.zeros_like(blocks), mask=blocks < num)
+        gl.store(finished, 0)
 
 
 @gluon.jit
@@ -246,26 +403,25 @@ def _of_both(sums, LAYOUT: gl.constexpr):
 @gluon.jit
 def _multiply(
     lists,
-    num_blocks,
+    done,
     buffers,
+    work,
+    step,
     factors,
     out,
     shares,
     shape,
     num_tokens,
     num_steps,
-    scale_stride,
-    num_scales,
     TOP_K: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
-    PDL: gl.constexpr,
 ):
-    """The partition that multiplies."""
+    """Multiply and store a projection; the step after its last one."""
     tiles, up_tiles, x_tiles, x_scales, ready, free = buffers
-    weight_scales, bias = factors
+    weight_scales, bias, scale_stride, num_scales = factors
     num_outputs, row_tiles, per_expert = shape
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
@@ -281,18 +437,13 @@ def _multiply(
     STORE: gl.constexpr = gl.BlockedLayout(  # as in `_store`
         [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
     )
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if GATED:  # not before: the next kernel reads the lists without waiting for this one
-            tl.extra.cuda.gdc_launch_dependents()
-    next_expert, next_begin, next_end = _block_of(lists, gl.program_id(0), row_tiles)
-    num_tiles = gl.load(num_blocks, cache_modifier=".cg") * row_tiles
+    tile = work[0]
+    next_expert, next_begin, next_end = _first_block(lists, work, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
     none = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
-    step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    while tile < work[1]:
         expert, begin, end = next_expert, next_begin, next_end
-        next_expert, next_begin, next_end = _next_block(lists, tile, num_tiles, row_tiles)
+        next_expert, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
         row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
         up_row = row + (num_outputs if GATED else ROWS)
         # Rows beyond the end read the last one; their results are not stored.
@@ -342,60 +493,120 @@ def _multiply(
         if GATED:
             acc = _activate_gated(acc, up, EPILOGUE)
         _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-        if not GATED:
+        if GATED:
+            _barrier()  # all threads have stored
+            gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
+        else:
             _store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
+        tile = _following(tile, work)
+    return step
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "scale_stride"])
+@gluon.jit
+def _multiply_all(
+    lists,
+    num_blocks,
+    done,
+    buffers,
+    factors,
+    inner,
+    out,
+    shares,
+    shapes,
+    num_tokens,
+    num_steps,
+    TOP_K: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that multiplies."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    num = gl.load(num_blocks, cache_modifier=".cg")
+    gates = _gates(num, shapes[0][1])
+    downs = _downs(num, shapes[1][1], shapes[0][1], num_steps[0], num_steps[1])
+    step = _multiply(
+        lists, done, buffers, gates, gl.to_tensor(0), factors[0], inner, shares, shapes[0],
+        num_tokens, num_steps[0], TOP_K, SCALE_ROWS[0], SCALE_COLUMNS[0], EPILOGUE, True,
+    )  # fmt: skip
+    _multiply(
+        lists, done, buffers, downs, step, factors[1], out, shares, shapes[1], num_tokens,
+        num_steps[1], TOP_K, SCALE_ROWS[1], SCALE_COLUMNS[1], 0, False,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "up_scale_stride", "down_scale_stride"])
 def grouped_kernel(
     x,
-    weight,
-    weight_scales,
-    bias,
+    inner,
     out,
+    up,
+    up_values,
+    up_scales,
+    up_bias,
+    down,
+    down_scales,
+    down_bias,
     rows,
     experts,
     begins,
     ends,
     num_blocks,
     shares,
+    done,
+    finished,
     num_tokens,
-    num_outputs,
+    num_inner,
     size,
+    num_experts,
     stride,
-    scale_stride,
-    num_scales,
+    up_scale_stride,
+    up_num_scales,
+    down_scale_stride,
+    down_num_scales,
     TOP_K: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
-    GATED: gl.constexpr,
     X_LAYOUT: gl.constexpr,
     AT_ONCE: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+    AHEAD: gl.constexpr,
     GATHERING_WARPS: gl.constexpr,
     GATHERING_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Gates and ups with the activation, or down projections, of all blocks.
+    """Gates and ups with the activation, and then down projections, of all blocks.
 
-    The lists are older than the kernel before the down projection, which let it start after its own
-    wait, so that it loads weights at once.
+    All programs have to fit on the SMs together: down projections wait for the gates of others.
 
-    Arguments are those of experts.py's kernel, but for:
-        weight: the descriptor of ExpertMatrices.values, all experts' rows one below the other.
-        shares: weights of the results, if not GATED.
+    Args:
+        x: [num_tokens, size] with rows of `stride`.
+        inner: [num_tokens * TOP_K, num_inner], results of the activation in the order of `rows`.
+        out: [TOP_K, num_tokens, size].
+        up, down: descriptors of ExpertMatrices.values, all experts' rows one below the other.
+        up_values: what `up` describes.
+        up_scales, down_scales: of ExpertMatrices; `..._stride` from an expert's to the next one's,
+            `..._num_scales` of a row, or of a row of blocks.
+        rows, experts, begins, ends, num_blocks: BlockLists.
+        shares: [num_tokens, TOP_K], weights of the results.
+        done: of each block, how many tiles of gates are in `inner`: 0 between launches.
+        finished: how many programs wait for none any more: 0 between launches.
+        SCALE_ROWS, SCALE_COLUMNS: of both projections.
+        AT_ONCE, OVERLAPS: see _gather.
+        AHEAD: see _fetch_to_l2.
         X_LAYOUT: of the inputs of a step in shared memory.
     """
-    if PDL and not GATED:
-        tl.extra.cuda.gdc_launch_dependents()
-    ROWS: gl.constexpr = weight.block_type.shape[0]
-    WIDTH: gl.constexpr = weight.block_type.shape[1]
+    ROWS: gl.constexpr = up.block_type.shape[0]
+    WIDTH: gl.constexpr = up.block_type.shape[1]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * TOKENS, _BLOCK], X_LAYOUT)
+    tiles = gl.allocate_shared_memory(up.dtype, [STAGES, ROWS, WIDTH], up.layout)
+    up_tiles = gl.allocate_shared_memory(up.dtype, [STAGES, ROWS, WIDTH], up.layout)
+    x_tiles = gl.allocate_shared_memory(up.dtype, [STAGES, 2 * TOKENS, _BLOCK], X_LAYOUT)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -403,64 +614,74 @@ def grouped_kernel(
         mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    PER_TILE: gl.constexpr = ROWS if GATED else 2 * ROWS
-    row_tiles = gl.cdiv(num_outputs, PER_TILE)
-    per_expert = 2 * num_outputs if GATED else num_outputs
-    num_steps = gl.cdiv(size, _BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lists = (experts, begins, ends, rows)
-    shape = (num_outputs, row_tiles, per_expert)
+    # Of a projection: outputs, tiles of rows, and rows of an expert.
+    shapes = (
+        (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
+        (size, gl.cdiv(size, 2 * ROWS), size),
+    )
+    num_steps = (gl.cdiv(size, _BLOCK), gl.cdiv(num_inner, _BLOCK))
     gl.warp_specialize(
         [
             (
-                _multiply,
+                _multiply_all,
                 (
                     lists,
                     num_blocks,
+                    done,
                     (tiles, up_tiles, x_tiles, x_scales, ready, free),
-                    (weight_scales, bias),
+                    (
+                        (up_scales, up_bias, up_scale_stride, up_num_scales),
+                        (down_scales, down_bias, down_scale_stride, down_num_scales),
+                    ),
+                    inner,
                     out,
                     shares,
-                    shape,
+                    shapes,
                     num_tokens,
                     num_steps,
-                    scale_stride,
-                    num_scales,
                     TOP_K,
                     SCALE_ROWS,
                     SCALE_COLUMNS,
                     EPILOGUE,
-                    GATED,
                     PDL,
                 ),
             ),
             (
-                _gather,
+                _gather_all,
                 (
                     x,
+                    inner,
                     lists,
                     num_blocks,
+                    (done, finished),
                     (x_tiles, x_scales, ready, free),
-                    shape,
-                    size,
-                    stride,
+                    shapes,
+                    (size, num_inner),
+                    (stride, num_inner),
                     num_steps,
                     TOP_K,
-                    GATED,
                     AT_ONCE,
+                    OVERLAPS,
                     PDL,
                 ),
             ),
             (
-                _fetch,
+                _fetch_all,
                 (
-                    weight,
+                    (up, down),
+                    up_values,
+                    num_experts,
                     lists,
                     num_blocks,
                     (tiles, up_tiles, ready, free),
-                    shape,
+                    shapes,
                     num_steps,
-                    GATED,
-                    PDL and GATED,
+                    size,
+                    AHEAD,
+                    PDL,
                 ),
             ),
         ],
