@@ -217,15 +217,23 @@ def quantized_projections() -> None:
             ring = Ring(4, 16, 4, 150)
             linear_ring(x[:1], blocks.weight, None, epilogue, ring, 132, of_weight)
         in_float8, factors = round_inputs(x, Rounding.GROUPS)
-        product = Product.of(128, blocks, gated, rounds_inputs=True)
+        product = Product.of(128, blocks, gated, Rounding.GROUPS)
         assert product is not None
         grouped = candidates(product)[0]
         assert isinstance(grouped, Tiles)
         launch(in_float8, blocks, None, out, epilogue, grouped, False, factors)
-        rounding = candidates(Product(128, out.shape[1], 4096, 0, 0, False, gated, True))[0]
-        assert isinstance(rounding, linear_table.Tiles)
         of_rows = scales, torch.zeros(128, 1), 1
-        cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, of_rows)
+        for given, rounding in (
+            (rounded, Rounding.TOKENS),
+            (round_inputs(x[:5], Rounding.IN_TWO).values, Rounding.IN_TWO),
+        ):
+            shape = 16 if len(given) < 16 else 128, out.shape[1], 4096, 0, 0, False, gated, rounding
+            tiles = candidates(Product(*shape))[0]
+            assert isinstance(tiles, linear_table.Tiles)
+            cuda_linear.launch_dense(
+                *(given, rounded[:, : given.shape[-1]], None, out[: len(given)], epilogue),
+                *(tiles, False, of_rows),
+            )
 
 
 def draws() -> None:

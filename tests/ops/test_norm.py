@@ -124,7 +124,7 @@ def plain(x: Tensor, affine: Affine, is_rms: bool) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS, Rounding.IN_TWO])
 @pytest.mark.parametrize("is_rms", [True, False])
 @pytest.mark.parametrize("num_parts", [0, 1, 3])  # 0: without a residual
 def test_a_rounded_result_is_the_result_rounded(
@@ -157,7 +157,7 @@ def test_a_rounded_result_is_the_result_rounded(
             )
 
 
-@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS, Rounding.IN_TWO])
 @pytest.mark.parametrize("computed", [reference.norm, row_ops.norm])
 def test_norms_on_a_cpu_round_their_results(
     computed: Callable[..., Any], rounding: Rounding

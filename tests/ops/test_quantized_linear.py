@@ -426,6 +426,36 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize(("num_tokens", "size"), [(2, 272), (8, 2304), (13, 720)])
+def test_inputs_of_few_tokens_are_two_numbers_each(
+    hopper: torch.device, num_tokens: int, size: int, epilogue: Epilogue
+) -> None:
+    """Which the kernel makes of them, or a norm; of any magnitude in each token."""
+    form = ScaledFloat8.quantize(inputs(140, size, torch.float32, hopper), (1, size))
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x, bias = (
+        inputs(num_tokens, size, torch.bfloat16, hopper),
+        inputs(1, 140, torch.bfloat16, hopper)[0],
+    )
+    x[:, ::7] *= 1000
+    x[1] *= 1e-9
+    y = x.float() @ form.dequantize().t() + bias.float()
+    rounding = kernel.rounding(num_tokens)
+    assert rounding is Rounding.IN_TWO
+    rounded = round_inputs(x, rounding)
+    for actual in (kernel.apply(x, bias, epilogue), kernel.apply_rounded(rounded, bias, epilogue)):
+        for token, wanted in zip(actual, apply_epilogue(y, epilogue), strict=True):
+            assert relative(token, wanted) < TOLERANCE
+    parts = kernel.apply_partial(x, None)
+    assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y - bias.float()) < TOLERANCE
+    x[1, 200] = torch.inf
+    spoiled = kernel.apply(x, bias, epilogue)
+    assert spoiled[1].isnan().all()
+    assert spoiled.isnan().any(dim=1).sum() == 1
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
 @pytest.mark.parametrize("num_tokens", [40, 65, 150, 700])
 def test_inputs_are_rounded_if_the_model_was_made_for_it(
     hopper: torch.device, num_tokens: int, epilogue: Epilogue

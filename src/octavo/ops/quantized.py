@@ -35,13 +35,15 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
 class Rounding(IntEnum):
     """How inputs of a product are rounded to e4m3; kernels take it as a compile-time constant.
 
-    The largest value that shares a scale becomes FLOAT8_MAX. Where one is not finite, the scale is
-    NaN.
+    The largest value that shares a scale becomes FLOAT8_MAX, or with IN_TWO 128 to 256. Where one
+    is not finite, the scale is NaN.
     """
 
     NONE = 0  # they are not
     TOKENS = 1  # a scale for each token
     GROUPS = 2  # a scale for each ROUNDED_GROUP inputs of a token
+    # Two numbers for each input, which add up to a bfloat16, with a scale for each token
+    IN_TWO = 3
 
 
 ROUNDED_GROUP = 128
@@ -50,7 +52,7 @@ ROUNDED_GROUP = 128
 class RoundedInputs(NamedTuple):
     """Inputs in place of which a projection takes `values` times `scales`."""
 
-    values: Tensor  # e4m3 [num_tokens, in_features], dense
+    values: Tensor  # e4m3 [num_tokens, (2,) in_features], dense
     # float32: of tokens [num_tokens, 1]; of groups [num_groups, at least num_tokens], where those
     # behind the last token are of no meaning
     scales: Tensor
@@ -58,6 +60,8 @@ class RoundedInputs(NamedTuple):
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """Round x [num_tokens, in_features], in plain torch."""
+    if rounding is Rounding.IN_TWO:
+        return _in_two(x.float())
     size = x.shape[-1]
     group = size if rounding is Rounding.TOKENS else ROUNDED_GROUP
     padded = torch.nn.functional.pad(x.float(), (0, -size % group))
@@ -68,6 +72,20 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     return RoundedInputs(
         values.contiguous(), scales if rounding is Rounding.TOKENS else scales.t().contiguous()
     )
+
+
+def _in_two(x: Tensor) -> RoundedInputs:
+    """The largest of a token's inputs becomes 128 to 256 by a power of two, and the first number
+    of each is the one that is nearest, upwards from the middle."""
+    exponents = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30).view(torch.int32) >> 23
+    factors, scales = (
+        (bits << 23).view(torch.float32).where(exponents < 255, torch.nan)
+        for bits in (261 - exponents, exponents - 7)
+    )
+    scaled = x * factors
+    high = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
+    values = torch.stack((high, scaled - high), dim=1).to(torch.float8_e4m3fn)
+    return RoundedInputs(values, scales)
 
 
 class FormError(ValueError):

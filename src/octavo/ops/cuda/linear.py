@@ -216,12 +216,14 @@ def launch_dense(
 ) -> None:
     """Run linear_hopper's kernel.
 
+    x: [num_tokens, size], or [num_tokens, 2, size] in two float8 numbers each.
     scales: of float8 x and W: float32 per token, and float32 per so many rows of W.
     """
     from octavo.ops.cuda.linear_hopper import linear_kernel
+    from octavo.ops.cuda.two_float8 import MOST_ADDED
 
-    num_tokens, size = x.shape
-    num_rows = out.shape[-1]
+    num_tokens, size, num_rows = len(x), x.shape[-1], out.shape[-1]
+    x_rows = tiles.tokens * (x.shape[1] if x.dim() == 3 else 1)
     grid = (
         triton.cdiv(num_tokens, tiles.tokens),
         triton.cdiv(num_rows, tiles.rows),
@@ -234,7 +236,7 @@ def launch_dense(
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     x_scales, row_scales, block_rows = scales or (out, out, 1)
     linear_kernel[grid](
-        _descriptor(x, tiles.tokens, tiles.columns),
+        _descriptor(x.view(-1, size) if x.dim() == 3 else x, x_rows, tiles.columns),
         _descriptor(weight, tiles.rows, tiles.columns),
         x_scales,
         row_scales,
@@ -255,6 +257,8 @@ def launch_dense(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         HAS_SCALES=scales is not None,
+        IN_TWO=x.dim() == 3,
+        SPAN=max(1, MOST_ADDED // tiles.columns),
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),

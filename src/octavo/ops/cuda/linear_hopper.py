@@ -4,7 +4,8 @@ A program owns `BN` rows of W (with a gate: the same rows of both halves) and a 
 loads tiles of W and x by TMA, STAGES deep; the other warps multiply them by wgmma. The loading warp
 starts on W before the preceding kernels have ended (pdl.py), because W depends on none of them. By
 default rows of W fill the 64 rows of a wgmma and the tokens are its columns, so that few tokens
-cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64.
+cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64. Tokens that are
+multiplied by float8 weights without being rounded have two columns each (two_float8.py).
 
 A long K may be cut into SPLITS splits, whose float32 partial sums are added in a fixed order: by
 the program of a tile that finishes last, or by the kernel that reads them next (`PARTIAL`).
@@ -131,6 +132,79 @@ def _consume(
 
 
 @gluon.jit
+def _consume_in_two(
+    buffers,
+    count,
+    x_scales,
+    LAYOUT: gl.constexpr,
+    GATED: gl.constexpr,
+    SPAN: gl.constexpr,
+):
+    """The sums of float8 products times the scales of tokens; tensor cores add up SPAN stages."""
+    x_tiles, tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BN: gl.constexpr = tiles.shape[1]
+    BM: gl.constexpr = x_tiles.shape[1]
+    none = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    sums = none
+    up_sums = none
+    source, first_token, num_tokens = x_scales
+    columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = gl.minimum(first_token + columns // 2, num_tokens - 1)
+    mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
+    scale = gl.load(source + tokens)
+    for start in range(0, count, SPAN):
+        acc = none
+        up = none
+        for i in range(start, gl.minimum(start + SPAN, count)):
+            stage = i % STAGES
+            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            xs = x_tiles.index(stage).permute((1, 0))
+            acc = warpgroup_mma(tiles.index(stage * HALVES), xs, acc, is_async=True)
+            if GATED:
+                up = warpgroup_mma(tiles.index(stage * 2 + 1), xs, up, is_async=True)
+                acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if GATED:
+            acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        sums = sums + acc
+        up_sums = up_sums + up
+    return sums * scale[None, :], up_sums * scale[None, :]
+
+
+@gluon.jit
+def _sums(
+    buffers,
+    count,
+    x_scales,
+    LAYOUT: gl.constexpr,
+    SWAP: gl.constexpr,
+    GATED: gl.constexpr,
+    IN_TWO: gl.constexpr,
+    SPAN: gl.constexpr,
+):
+    """What the program's stages add up to, of gates and of what they gate."""
+    if IN_TWO:
+        acc, up = _consume_in_two(buffers, count, x_scales, LAYOUT, GATED, SPAN)
+    else:
+        acc, up = _consume(buffers, count, LAYOUT, SWAP, GATED)
+    return acc, up
+
+
+@gluon.jit
+def _pairs_added(acc):
+    """[rows, tokens], of two columns for each token."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1] // 2
+    return gl.sum(acc.reshape([ROWS, TOKENS, 2]), 2)
+
+
+@gluon.jit
 def _by_row(values, SWAP: gl.constexpr):
     """Values per row of W, broadcast over tokens."""
     return values[None, :] if SWAP else values[:, None]
@@ -237,6 +311,8 @@ def linear_kernel(
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_SCALES: gl.constexpr,
+    IN_TWO: gl.constexpr,
+    SPAN: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -246,6 +322,8 @@ def linear_kernel(
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
         x_scales, scales: float32, with HAS_SCALES: of each token, and of each `block_rows` rows of
             W. Both operands are float8 then.
+        IN_TWO: two rows of x are those of a token; with HAS_SCALES, and not with SWAP.
+        SPAN: how many stages tensor cores add up then.
         out: with PARTIAL [num_splits, num_tokens, num_rows].
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
@@ -261,7 +339,9 @@ def linear_kernel(
         warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, COLUMNS, 32 if HAS_SCALES else 16],
     )
-    token = gl.program_id(0) * BM
+    x_row = gl.program_id(0) * BM
+    TOKENS: gl.constexpr = BM // 2 if IN_TWO else BM
+    token = gl.program_id(0) * TOKENS
     tile = gl.program_id(1)
     split = gl.program_id(2)
     row = tile * BN
@@ -281,23 +361,35 @@ def linear_kernel(
     fence_async_shared()
     buffers = (x_tiles, tiles, ready, free)
     up_row = row + num_rows
+    if IN_TWO:  # asked for before the products that they belong to
+        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
+        scale = gl.load(scales + rows // block_rows, mask=rows < num_rows, other=0.0)
+        up_scale = scale
+        if GATED:
+            up_scales = scales + (rows + num_rows) // block_rows
+            up_scale = gl.load(up_scales, mask=rows < num_rows, other=0.0)
+    of_tokens = (x_scales, token, num_tokens)
     acc, up = gl.warp_specialize(
         [
-            (_consume, (buffers, count, LAYOUT, SWAP, GATED)),
+            (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, IN_TWO, SPAN)),
             (
                 _produce,
-                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+                (x, weight, buffers, x_row, row, up_row, first, count, GATED, EARLY, PDL),
             ),
         ],
         [1],
         [24],
     )
+    if IN_TWO:
+        acc = _pairs_added(acc * scale[:, None])
+        up = _pairs_added(up * up_scale[:, None])
+    OF_SUMS: gl.constexpr = acc.type.layout
     if PDL:
         tl.extra.cuda.gdc_wait()
     ROW_AXIS: gl.constexpr = 0 if SWAP else 1
-    if HAS_SCALES:
-        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
-        tokens = token + gl.arange(0, BM, layout=gl.SliceLayout(1 - ROW_AXIS, LAYOUT))
+    if HAS_SCALES and not IN_TWO:
+        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
+        tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))
         factor = gl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)
         by_token = _by_token(factor, SWAP)
         factor = gl.load(scales + rows // block_rows, mask=rows < num_rows, other=0.0)
@@ -312,12 +404,14 @@ def linear_kernel(
         shape = (token, row, num_tokens, num_rows)
         _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
     else:
-        rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
-        tokens = gl.arange(0, BM, layout=gl.SliceLayout(1 - ROW_AXIS, LAYOUT))
+        rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
+        tokens = gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))
         inner = (
-            tokens[:, None] * BN + rows[None, :] if SWAP else rows[:, None] * BM + tokens[None, :]
+            tokens[:, None] * BN + rows[None, :]
+            if SWAP
+            else rows[:, None] * TOKENS + tokens[None, :]
         )
-        SIZE: gl.constexpr = BM * BN
+        SIZE: gl.constexpr = TOKENS * BN
         slot = tile * gl.num_programs(0) + gl.program_id(0)
         base = sums + slot.to(gl.int64) * (SPLITS * SIZE * (2 if GATED else 1)) + inner
         gl.store(base + split * SIZE, acc)

@@ -2,11 +2,12 @@
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
 linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
-other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). A model that was made
-for it has its inputs rounded to FP8, too, if they are more than a few: with a scale for each token,
-or for each 128 inputs of it where weights have scales for blocks. Otherwise W is dequantized into a
-workspace first, and computed with as any other weight: that costs as much as writing it, and the
-product with many tokens costs more.
+other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 16 bfloat16
+tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
+input, which lose nothing of it. A model that was made for it has its inputs rounded to FP8, too, if
+they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
+have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
+other weight: that costs as much as writing it, and the product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
     MOST_BY_ONE,
+    MOST_IN_TWO,
     SIZES,
     Choice,
     Division,
@@ -242,6 +244,9 @@ class QuantizedCudaLinear:
             self._rounding = Rounding.GROUPS
         elif stored.quantizes_inputs and is_served:
             self._rounding = Rounding.TOKENS
+        # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
+        is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
+        self._takes_two = is_plain and dtype == torch.bfloat16
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
         has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
@@ -259,7 +264,10 @@ class QuantizedCudaLinear:
 
     def rounding(self, num_tokens: int) -> Rounding:
         """See RoundingKernel.rounding."""
-        return self._rounding if num_tokens > MAX_EXACT_TOKENS else Rounding.NONE
+        if num_tokens > MAX_EXACT_TOKENS:
+            return self._rounding
+        is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
+        return Rounding.IN_TWO if is_in_two else Rounding.NONE
 
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See RoundingKernel.apply_rounded."""
@@ -309,8 +317,7 @@ class QuantizedCudaLinear:
                     break
                 if tokens == 1 and self._scales is not None:
                     continue  # _apply_one
-                rounds = self.rounding(tokens) is not Rounding.NONE
-                product = Product.of(tokens, self._stored, is_gated, rounds)
+                product = Product.of(tokens, self._stored, is_gated, self.rounding(tokens))
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
@@ -334,8 +341,8 @@ class QuantizedCudaLinear:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
         kernel._stored = copies.weight(i)
-        if product.rounds_inputs:
-            rounded = copies.rounded(product.tokens, self._dtype, self._rounding)
+        if product.rounding is not Rounding.NONE:
+            rounded = copies.rounded(product.tokens, self._dtype, product.rounding)
             return kernel._multiply_rounded(rounded, None, epilogue, choice, False)
         if isinstance(choice, PackedPrograms):
             return kernel._multiply_packed(x, None, epilogue, choice)
@@ -364,8 +371,8 @@ class QuantizedCudaLinear:
         choice = self._choices.get(place)
         if choice is None:
             self._uses.setdefault(epilogue.is_gated, epilogue)
-            rounds = self.rounding(num_tokens) is not Rounding.NONE
-            product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounds)
+            rounding = self.rounding(num_tokens)
+            product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounding)
             if product is None:
                 choice = LIBRARY
             else:

@@ -39,7 +39,7 @@ from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, 
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms
-from octavo.ops.cuda.two_float8 import in_two, scales_of_two
+from octavo.ops.cuda.two_float8 import MOST_ADDED, in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
@@ -67,7 +67,6 @@ _TILES = ((8, 8), (4, 16))  # rows and pieces
 # gates and ups, which have two each.
 _TILES_FLOAT8 = ((16, 8), *_TILES)
 _FEWEST_ROWS, _MOST_INPUTS = 1024, 20480
-_MOST_ADDED = 512  # products of e4m3 that tensor cores add up
 _ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -155,7 +154,7 @@ def linear_ring(
     has_groups = scales is not None and scales.columns > 0
     span = num_blocks
     if scales is not None:
-        span = 1 if has_groups else min(span, _MOST_ADDED // width)
+        span = 1 if has_groups else min(span, MOST_ADDED // width)
     _linear_ring_kernel[(num_programs,)](
         x,
         None if norm is None else norm.weight,

@@ -21,7 +21,7 @@ from octavo.ops.cuda.all_reduce import (
     sum_over_ranks,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.quantize import empty_inputs, to_float8
+from octavo.ops.cuda.quantize import empty_inputs, store_in_two, to_float8
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.norm import Affine
 from octavo.ops.quantized import ROUNDED_GROUP, Rounding
@@ -141,6 +141,7 @@ def _launch(
         SENT=None if exchange is None else _ELEMENTS[exchange.dtype],
         GROUP=ROUNDED_GROUP if rounding is Rounding.GROUPS else block,
         DTYPE=_ELEMENTS[dtype],
+        IN_TWO=rounding is Rounding.IN_TWO,
         LATE=_is_late(num_rows, num_splits) and exchange is None,
         num_warps=num_warps,
         # As many as there are: ptxas would keep to 32, and load some splits after adding others.
@@ -270,11 +271,12 @@ def _norm_kernel(
     SENT: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
+    IN_TWO: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """scales: of each GROUP elements, if the result is rounded to e4m3: from DTYPE, as if it had
-    been stored before.
+    """scales: of each GROUP elements, if the result is rounded to e4m3, or with IN_TWO to two such
+    numbers: from DTYPE, as if it had been stored before.
 
     LATE: see _is_late.
     """
@@ -334,7 +336,9 @@ def _norm_kernel(
     if out is not None:
         values = _standardised(values, inside, size, eps, IS_RMS)
         normed = (values * scale + shift).to(DTYPE)
-        if scales is not None:
+        if IN_TWO:
+            store_in_two(normed.to(tl.float32), out, scales, row, size, columns, inside)
+        elif scales is not None:
             places = columns
             group = tl.arange(0, 1)
             normed = normed.to(tl.float32)

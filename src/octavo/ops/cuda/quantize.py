@@ -1,4 +1,5 @@
-"""Rounds activations to FP8 for products of FP8 with FP8, where no kernel before has done so."""
+"""Rounds activations to FP8, or makes two such numbers of each, for products of FP8 with FP8, where
+no kernel before has done so."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ def empty_inputs(
     """What a kernel writes. Of groups there are scales for whole tiles of TOKENS, so that the
     kernels that follow may read them."""
     values = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=device)
+    if rounding is Rounding.IN_TWO:
+        values = values.new_empty((num_tokens, 2, size))
     shape = num_tokens, 1
     if rounding is Rounding.GROUPS:
         shape = triton.cdiv(size, ROUNDED_GROUP), triton.cdiv(num_tokens, TOKENS) * TOKENS
@@ -56,6 +59,7 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
             x.stride(0),
             size,
             BLOCK=block,
+            IN_TWO=rounding is Rounding.IN_TWO,
             num_warps=max(1, min(16, block // 512)),
             **launch_options(x.device),
         )
@@ -63,13 +67,36 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
 
 
 @triton.jit
+def _sizes(values):
+    """Infinity of NaN, too."""
+    sizes = tl.abs(values)
+    return tl.where(sizes < float("inf"), sizes, float("inf"))
+
+
+@triton.jit
 def to_float8(values, axis: tl.constexpr):
     """float32 values -> what e4m3 is to hold, and its scales along `axis`, which stays."""
-    sizes = tl.abs(values)
-    sizes = tl.where(sizes < float("inf"), sizes, float("inf"))  # of NaN, too
-    top = tl.max(sizes, axis, keep_dims=True)
+    top = tl.max(_sizes(values), axis, keep_dims=True)
     scale = tl.where(top < float("inf"), tl.maximum(top, 1e-12) / _MAX, float("nan"))
     return values / scale, scale
+
+
+@triton.jit
+def store_in_two(values, rounded, scales, row, size, columns, inside):
+    """A token's float32 inputs as two numbers each, and their scale: `scales_of_two` and `in_two`
+    of two_float8.py, in Triton."""
+    top = tl.maximum(tl.max(_sizes(values), 0, keep_dims=True), 1e-30)
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    factor = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    scaled = values * tl.where(exponent < 255, factor, float("nan"))
+    bits = scaled.to(tl.int32, bitcast=True)
+    high = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+    places = rounded + row * 2 * size + columns
+    tl.store(places, high.to(rounded.dtype.element_ty), mask=inside)
+    tl.store(places + size, (scaled - high).to(rounded.dtype.element_ty), mask=inside)
+    scale = tl.where(exponent < 255, scale, float("nan"))
+    tl.store(scales + row + tl.arange(0, 1), scale)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -100,13 +127,25 @@ def _round_groups_kernel(
 
 
 @triton.jit
-def _round_tokens_kernel(x, rounded, scales, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _round_tokens_kernel(
+    x,
+    rounded,
+    scales,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+    IN_TWO: tl.constexpr,
+    PDL: tl.constexpr,
+):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     wait_previous(PDL)
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    values, scale = to_float8(values, 0)
-    tl.store(rounded + row * size + columns, values.to(rounded.dtype.element_ty), mask=inside)
-    tl.store(scales + row + tl.arange(0, 1), scale)
+    if IN_TWO:
+        store_in_two(values, rounded, scales, row, size, columns, inside)
+    else:
+        values, scale = to_float8(values, 0)
+        tl.store(rounded + row * size + columns, values.to(rounded.dtype.element_ty), mask=inside)
+        tl.store(scales + row + tl.arange(0, 1), scale)

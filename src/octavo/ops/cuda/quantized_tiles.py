@@ -22,6 +22,7 @@ from octavo.ops.cuda.stored_weights import (
     row_bytes,
     staged_groups,
 )
+from octavo.ops.quantized import Rounding
 
 # Up to how many tokens a choice is for; more are computed otherwise.
 SIZES = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -29,6 +30,8 @@ _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
+_LONG_ROW = 8192  # inputs of which two programs on each SM take splits
+MOST_IN_TWO = 16  # tokens whose inputs are two e4m3 numbers each; more were not measured
 MOST_BY_ONE = 4096  # inputs of a program for one token
 _FEWEST_TOKENS = 8  # of a tile
 _MAX_STAGES = 12
@@ -86,15 +89,19 @@ class Product:
     group: int
     has_zeros: bool
     is_gated: bool
-    rounds_inputs: bool = False  # to FP8
+    rounding: Rounding = Rounding.NONE
 
     @classmethod
     def of(
-        cls, num_tokens: int, stored: StoredWeight, is_gated: bool, rounds_inputs: bool = False
+        cls,
+        num_tokens: int,
+        stored: StoredWeight,
+        is_gated: bool,
+        rounding: Rounding = Rounding.NONE,
     ) -> Product | None:
         """None: too many tokens for kernels that dequantize. With inputs rounded, more are computed
         as those of the last size."""
-        if num_tokens > SIZES[-1] and not rounds_inputs:
+        if num_tokens > SIZES[-1] and rounding is Rounding.NONE:
             return None
         tokens = next((each for each in SIZES if num_tokens <= each), SIZES[-1])
         num_rows, size = stored.shape
@@ -102,17 +109,19 @@ class Product:
         has_zeros = stored.zeros is not None
         return cls(
             *(tokens, num_rows, size, stored.format, stored.group, has_zeros),
-            *(is_gated, rounds_inputs),
+            *(is_gated, rounding),
         )
 
 
 @cache
 def candidates(product: Product) -> tuple[Choice, ...]:
     """What may be the fastest for a product, the best guess first."""
-    if product.rounds_inputs:
-        return tuple(
-            _grouped_candidates(product) if product.group else _rounded_candidates(product)
-        )
+    if product.rounding is Rounding.GROUPS:
+        return tuple(_grouped_candidates(product))
+    if product.rounding is Rounding.TOKENS:
+        return tuple(_rounded_candidates(product))
+    if product.rounding is Rounding.IN_TWO:
+        return (_tiles_in_two(product),)
     found: list[Choice] = []
     packed = _packed_programs(product)
     if packed is not None:
@@ -287,6 +296,27 @@ def _rounded_candidates(product: Product) -> list[Choice]:
     found: list[Choice] = [_rounded_tiles(product, *kind) for kind in dict.fromkeys(kinds)]
     found = list(dict.fromkeys(found))
     return [LIBRARY, *found] if num_tokens > 1024 and not is_gated else [*found, LIBRARY]
+
+
+def _tiles_in_two(product: Product) -> linear_table.Tiles:
+    """Of linear_hopper.py's kernel: two programs fit on an SM, and those of the next kernel take
+    the place of each that ends.
+
+    For the shapes of Llama 3 8B and 8 tokens, other splits, three programs on an SM, or one for
+    each take longer, and so do tiles of 128 rows (docs/performance.md).
+    """
+    halves = 2 if product.is_gated else 1
+    columns, stages = 4 * BLOCK, 0
+    while stages < 3:
+        columns //= 2
+        stages = _SHARED_MEMORY // 2 // (columns * (64 * halves + 2 * product.tokens))
+    num_blocks = triton.cdiv(product.size, columns)
+    num_tiles = triton.cdiv(product.num_rows, 64)
+    per_sm = 2 if product.size > _LONG_ROW else 1
+    splits = 1 if product.is_gated else _splits(product.tokens, num_tiles, num_blocks, per_sm)
+    return linear_table.Tiles(
+        product.tokens, 64, columns, stages, splits=splits, per_sm=2, early=True
+    )
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:
