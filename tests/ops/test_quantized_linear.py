@@ -555,7 +555,7 @@ def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
     operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64)
     constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
     constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
-    constants["HAS_SCALES"] = False
+    constants |= {"HAS_SCALES": False, "IN_TWO": False, "SPAN": 1}
     sizes = (5, 100, 256, 2, 1)
     run(
         linear_kernel,
