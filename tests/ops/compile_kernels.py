@@ -191,6 +191,7 @@ def quantized_projections() -> None:
         dequantize(stored, torch.zeros(128, 1024, dtype=dtype))
         for num_tokens, epilogue in (
             (1, Epilogue.NONE),
+            (8, Epilogue.NONE),
             (64, Epilogue.SILU_MUL),
             (300, Epilogue.SILU_MUL if i % 3 == 0 else Epilogue.NONE),
         ):

@@ -308,21 +308,24 @@ def test_integers_of_gguf_files(
 
 
 @pytest.mark.parametrize("name", ["float8-row", "float8-block", "int4-asymmetric", "int4-small"])
-def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: str) -> None:
-    form = made(name, 260, 1152, hopper)
+@pytest.mark.parametrize(("size", "num_tokens"), [(1152, 20), (1280, 5)])
+def test_all_candidates_of_tiles_compute_the_same(
+    hopper: torch.device, name: str, size: int, num_tokens: int
+) -> None:
+    form = made(name, 260, size, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
-    x = inputs(20, 1152, torch.bfloat16, hopper)
+    x = inputs(num_tokens, size, torch.bfloat16, hopper)
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
-    product = Product.of(20, stored, is_gated=True)
+    product = Product.of(num_tokens, stored, is_gated=True)
     assert product is not None
     found = [tiles for tiles in candidates(product) if isinstance(tiles, Tiles)]
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
-    found.append(replace(found[0], by_warp=not found[0].by_warp))
-    found.append(replace(found[0], by_warp=False, scales_weights=True))
+    found.append(replace(found[0], by_warp=not found[0].by_warp, blocks=1))
+    found.append(replace(found[0], by_warp=False, blocks=1, scales_weights=True))
     for tiles in found:
-        out = x.new_empty(20, 130)
+        out = x.new_empty(num_tokens, 130)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)
         assert relative(out, wanted) < TOLERANCE, tiles
 

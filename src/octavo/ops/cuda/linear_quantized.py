@@ -97,6 +97,7 @@ def launch(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
+    assert tiles.blocks == 1 or (tiles.by_warp and num_blocks % tiles.blocks == 0)
     scale = SCALE_RESULT
     if stored.group:
         scales_weights = tiles.scales_weights or stored.group < BLOCK
@@ -106,8 +107,8 @@ def launch(
     sums, arrivals = _workspace(x.device)
     width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
-        _descriptor(x, tiles.tokens, BLOCK),
-        _descriptor(stored.weight, rows, width),
+        _descriptor(x, tiles.tokens, BLOCK * tiles.blocks),
+        _descriptor(stored.weight, rows, width * tiles.blocks),
         x_scales,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -132,7 +133,7 @@ def launch(
         HAS_ZEROS=stored.zeros is not None,
         GROUP_BLOCKS=max(1, stored.group // BLOCK) if stored.group else num_blocks,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
-        GROUPS=stored.staged_groups(tiles.splits),
+        GROUPS=stored.staged_groups(tiles.splits, tiles.blocks),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,

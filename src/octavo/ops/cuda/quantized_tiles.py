@@ -63,6 +63,7 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
+    blocks: int = 1  # of 128 inputs in a stage; two only with by_warp
     # Of linear_hopper_persistent.py's kernel:
     x_stages: int = 0  # 0: it is not that kernel
     halves: int = 1  # of a block of x, in a stage
@@ -157,28 +158,37 @@ def _packed_programs(product: Product) -> PackedPrograms | None:
 def _simple_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_quantized.py's kernel."""
     scales_weights = product.group > 0 and product.tokens >= 128
-    # Tokens, rows, programs on an SM, and whether single warps multiply.
+    # Tokens, rows, programs on an SM, blocks of a stage, and whether single warps multiply.
     if product.tokens <= 16:
         tokens = max(product.tokens, _FEWEST_TOKENS)
         pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
-        kinds = [(tokens, *pair, True) for pair in pairs]
-        kinds.append((tokens, 64, 3, False))
+        kinds = [(tokens, *pair, 1, True) for pair in pairs]
+        if _pays_in_pairs(product):
+            pairs = [(128, 2), (64, 4)] if product.is_gated else [(64, 3), (64, 4), (128, 2)]
+            kinds = [*((tokens, *pair, 2, True) for pair in pairs), *kinds[:3]]
+        kinds.append((tokens, 64, 3, 1, False))
     elif product.tokens <= 128:
         pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
-        kinds = [(product.tokens, *pair, False) for pair in pairs]
+        kinds = [(product.tokens, *pair, 1, False) for pair in pairs]
     else:
-        kinds = [(128, 64, 2, False), (256, 128, 1, False)]
+        kinds = [(128, 64, 2, 1, False), (256, 128, 1, 1, False)]
     found: list[Tiles] = []
-    for tokens, rows, per_sm, by_warp in kinds:
+    for tokens, rows, per_sm, blocks, by_warp in kinds:
         registers = _REGISTERS // (32 * (rows // 16 + 4) * per_sm)
         if registers < tokens // 2 + _LEAST_REGISTERS:
             continue  # the compiler would fail
-        tiles = _fitting(product, tokens, rows, per_sm)
+        tiles = _fitting(product, tokens, rows, per_sm, blocks)
         if tiles is not None:
             tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
             if tiles not in found:
                 found.append(tiles)
     return found
+
+
+def _pays_in_pairs(product: Product) -> bool:
+    """Whether stages of two blocks may be faster: 128 bytes of each row of W in place of 64."""
+    has_pairs = product.size % (2 * BLOCK) == 0
+    return product.format == INT4 and has_pairs and product.tokens <= _FEWEST_TOKENS
 
 
 def _persistent_candidates(product: Product) -> list[Tiles]:
@@ -251,28 +261,35 @@ class Division:
         return whole * num_blocks + (self.per_program if self.num_shared else 0)
 
 
-def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
-    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
+def _fitting(
+    product: Product, tokens: int, rows: int, per_sm: int, blocks: int = 1
+) -> Tiles | None:
+    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit.
+
+    blocks: in a stage.
+    """
     halves = 2 if product.is_gated else 1
-    num_blocks = triton.cdiv(product.size, BLOCK)
     num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
-    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
-    per_split = triton.cdiv(num_blocks, splits)
-    staged = (
-        (6 if product.has_zeros else 4) * staged_groups(product.size, product.group, splits) * rows
-    )
-    stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
+    num_steps = triton.cdiv(product.size, BLOCK * blocks)
+    splits = _splits(product.tokens, num_tiles, num_steps, per_sm, blocks)
+    per_split = triton.cdiv(num_steps, splits)
+    groups = staged_groups(product.size, product.group, splits, blocks)
+    staged = (6 if product.has_zeros else 4) * groups * rows
+    stage = blocks * (row_bytes(product.format) * rows + 2 * BLOCK * tokens)
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
-    return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
+    tiles = Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
+    return replace(tiles, blocks=blocks)
 
 
-def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -> int:
-    """Splits of K that fill the SMs with so many programs each."""
+def _splits(
+    num_tokens: int, num_tiles: int, num_steps: int, per_sm: int = 1, blocks: int = 1
+) -> int:
+    """Splits of K that fill the SMs with so many programs each; blocks: of a step."""
     most = _MAX_SPLITS if num_tokens <= 256 else 1  # partial sums of many tokens are large
-    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
-    filled: int = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
+    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_steps * blocks // 4))
+    filled: int = triton.cdiv(num_steps, triton.cdiv(num_steps, splits))  # none of them empty
     return filled
 
 

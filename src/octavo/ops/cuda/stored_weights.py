@@ -23,11 +23,15 @@ def row_bytes(format: int) -> int:
     return BLOCK if format == FLOAT8 else BLOCK // (2 if format == INT4 else 1)
 
 
-def staged_groups(size: int, group: int, splits: int) -> int:
-    """How many groups a split of `size` inputs may have, rounded up to a power of 2."""
+def staged_groups(size: int, group: int, splits: int, blocks: int = 1) -> int:
+    """How many groups a split of `size` inputs may have, rounded up to a power of 2.
+
+    blocks: of BLOCK inputs, that splits do not cut.
+    """
     if not group:
         return 1
-    num_inputs = triton.cdiv(triton.cdiv(size, BLOCK), splits) * BLOCK
+    width = blocks * BLOCK
+    num_inputs = triton.cdiv(triton.cdiv(size, width), splits) * width
     groups = triton.cdiv(num_inputs, group) + (group > BLOCK)
     return power_of_2(groups)
 
@@ -53,9 +57,9 @@ class StoredWeight:
         """See `row_bytes`."""
         return row_bytes(self.format)
 
-    def staged_groups(self, splits: int) -> int:
+    def staged_groups(self, splits: int, blocks: int) -> int:
         """See `staged_groups`."""
-        return staged_groups(self.shape[1], self.group, splits)
+        return staged_groups(self.shape[1], self.group, splits, blocks)
 
     @property
     def row_scales(self) -> Tensor:
