@@ -4,7 +4,7 @@ Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.
 linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
 other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 16 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
-input, which lose nothing of it. A model that was made for it has its inputs rounded to FP8, too, if
+input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
 have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
 other weight: that costs as much as writing it, and the product with many tokens costs more.
