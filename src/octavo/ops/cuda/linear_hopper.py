@@ -92,11 +92,13 @@ def _produce(
 @gluon.jit
 def _consume(
     buffers,
-    count,
+    first,
+    end,
     LAYOUT: gl.constexpr,
     SWAP: gl.constexpr,
     GATED: gl.constexpr,
 ):
+    """The sums of some stages, of gates and of what they gate."""
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -104,7 +106,7 @@ def _consume(
     BM: gl.constexpr = x_tiles.shape[1]
     acc = gl.zeros([BM, BN] if SWAP else [BN, BM], gl.float32, LAYOUT)
     up = acc
-    for i in range(count):
+    for i in range(first, end):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         xs = x_tiles.index(stage)
@@ -141,37 +143,19 @@ def _consume_in_two(
     SPAN: gl.constexpr,
 ):
     """The sums of float8 products times the scales of tokens; tensor cores add up SPAN stages."""
-    x_tiles, tiles, ready, free = buffers
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    HALVES: gl.constexpr = 2 if GATED else 1
+    x_tiles, tiles, ready, _ = buffers
     BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
-    none = gl.zeros([BN, BM], gl.float32, LAYOUT)
-    sums = none
-    up_sums = none
+    sums = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    up_sums = sums
     source, first_token, num_tokens = x_scales
     columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
     tokens = gl.minimum(first_token + columns // 2, num_tokens - 1)
     mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
     scale = gl.load(source + tokens)
     for start in range(0, count, SPAN):
-        acc = none
-        up = none
-        for i in range(start, gl.minimum(start + SPAN, count)):
-            stage = i % STAGES
-            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            xs = x_tiles.index(stage).permute((1, 0))
-            acc = warpgroup_mma(tiles.index(stage * HALVES), xs, acc, is_async=True)
-            if GATED:
-                up = warpgroup_mma(tiles.index(stage * 2 + 1), xs, up, is_async=True)
-                acc, up = warpgroup_mma_wait(2, deps=[acc, up])
-            else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if GATED:
-            acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
+        end = gl.minimum(start + SPAN, count)
+        acc, up = _consume(buffers, start, end, LAYOUT, False, GATED)
         sums = sums + acc
         up_sums = up_sums + up
     return sums * scale[None, :], up_sums * scale[None, :]
@@ -192,7 +176,7 @@ def _sums(
     if IN_TWO:
         acc, up = _consume_in_two(buffers, count, x_scales, LAYOUT, GATED, SPAN)
     else:
-        acc, up = _consume(buffers, count, LAYOUT, SWAP, GATED)
+        acc, up = _consume(buffers, 0, count, LAYOUT, SWAP, GATED)
     return acc, up
 
 
