@@ -67,8 +67,8 @@ class HopperTiles:
 def choose_hopper_tiles(
     tokens: int, num_blocks: int, up: ExpertMatrices, down: ExpertMatrices, num_sms: int
 ) -> HopperTiles | None:
-    """Tiles for gates, ups and down projections of blocks of `tokens` in FP8, of which there may be
-    so many; None: other kernels compute them.
+    """Tiles for both projections of FP8 experts, with at most `num_blocks` blocks of `tokens`
+    rows of inputs; None: other kernels compute them.
 
     Tiles of 128 rows read inputs half as often as those of 64, which are left to so few gates that
     SMs would be idle, and to numbers of them that 128 pads by more than a quarter.
