@@ -433,7 +433,7 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
 def test_inputs_of_few_tokens_are_two_numbers_each(
     hopper: torch.device, num_tokens: int, size: int, epilogue: Epilogue
 ) -> None:
-    """Which the kernel makes of them, or a norm; of any magnitude in each token."""
+    """Which a kernel makes of them, or a norm; of any magnitude in each token."""
     form = ScaledFloat8.quantize(inputs(140, size, torch.float32, hopper), (1, size))
     kernel = make_kernel(form, torch.bfloat16)
     assert kernel is not None

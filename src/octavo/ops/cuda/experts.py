@@ -123,9 +123,9 @@ def _tiles_on_hopper(
     like x, or not on this GPU."""
     if not _is_on_hopper(x.device) or not all(_has_tma(each.values) for each in (up, down)):
         return None
-    if x.dtype not in (torch.bfloat16, torch.float16) or len(lists.experts) > _MAX_BLOCKS:
-        return None
     num_blocks = len(lists.experts)
+    if x.dtype not in (torch.bfloat16, torch.float16) or num_blocks > _MAX_BLOCKS:
+        return None
     return choose_hopper_tiles(lists.block_rows, num_blocks, up, down, num_sms(x.device))
 
 

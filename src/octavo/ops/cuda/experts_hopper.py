@@ -4,7 +4,7 @@ One kernel computes both of them. Its programs are one for each SM, and each com
 the other: two matrices of ROWS rows of an expert's weights (gates and the ups that belong to them,
 or neighbouring rows of the down projection), times the tokens of one block of routing.py's lists.
 One warp loads weights by TMA, STAGES deep and on into the next tile; a warpgroup gathers the
-tokens' inputs; two others multiply by wgmma and store.
+tokens' inputs; one or two others multiply by wgmma and store.
 
 Down projections follow the gates, and memory does not rest in between: their weights are loaded as
 those of one more tile. Their inputs wait until all gates of the block are there, which are counted

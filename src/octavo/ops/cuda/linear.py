@@ -223,7 +223,9 @@ def launch_dense(
     from octavo.ops.cuda.two_float8 import MOST_ADDED
 
     num_tokens, size, num_rows = len(x), x.shape[-1], out.shape[-1]
-    x_rows = tiles.tokens * (x.shape[1] if x.dim() == 3 else 1)
+    x_rows, is_in_two = tiles.tokens, x.dim() == 3
+    if is_in_two:
+        x, x_rows = x.view(-1, size), 2 * x_rows
     grid = (
         triton.cdiv(num_tokens, tiles.tokens),
         triton.cdiv(num_rows, tiles.rows),
@@ -236,7 +238,7 @@ def launch_dense(
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     x_scales, row_scales, block_rows = scales or (out, out, 1)
     linear_kernel[grid](
-        _descriptor(x.view(-1, size) if x.dim() == 3 else x, x_rows, tiles.columns),
+        _descriptor(x, x_rows, tiles.columns),
         _descriptor(weight, tiles.rows, tiles.columns),
         x_scales,
         row_scales,
@@ -257,7 +259,7 @@ def launch_dense(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         HAS_SCALES=scales is not None,
-        IN_TWO=x.dim() == 3,
+        IN_TWO=is_in_two,
         SPAN=max(1, MOST_ADDED // tiles.columns),
         EARLY=tiles.early,
         num_warps=tiles.warps,

@@ -279,8 +279,8 @@ def _fitting(
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
-    tiles = Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
-    return replace(tiles, blocks=blocks)
+    stages = max(stages, 1)
+    return Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1, blocks=blocks)
 
 
 def _splits(
