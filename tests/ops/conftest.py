@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from octavo.ops.cuda import attention, attention_cascade, attention_decode
+
 HAS_GPU = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
 
@@ -19,6 +21,20 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA 
 )
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the interpreter, programs that have nothing to do take as long as others."""
+    configs = attention_decode.decode_config, attention_cascade.cascade_config
+    if not HAS_GPU:
+        for module in (attention, attention_decode, attention_cascade):
+            monkeypatch.setattr(module, "MAX_PROGRAMS", 8)
+    for config in configs:
+        config.cache_clear()
+    yield
+    for config in configs:
+        config.cache_clear()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from test_triton_backend import GPU, TOLERANCE
 
 from octavo.ops import CascadeSegments, KVScales
-from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_cascade, attention_decode
 from octavo.ops.cuda.attention_work_items import (
     MAX_CASCADE_RESULTS,
     Sequences,
@@ -27,25 +24,17 @@ from octavo.ops.cuda.attention_work_items import (
 from octavo.worker import cascade
 from octavo.worker.cascade import SegmentFinder, find_segments
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 BLOCK = 16
 MIN_KEYS, MIN_SAVING = 64, 1 / 8  # fewer than what pays on a GPU
 Tables = tuple[np.ndarray, np.ndarray]
 
 
 @pytest.fixture(autouse=True)
-def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the interpreter, programs that have nothing to do take as long as others."""
+def _short_segments_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade, "MIN_KEYS", MIN_KEYS)
     monkeypatch.setattr(cascade, "MIN_SAVING", MIN_SAVING)
-    configs = (attention_decode.decode_config, attention_cascade.cascade_config)
-    if not GPU:
-        for module in (triton_backend, attention_decode, attention_cascade):
-            monkeypatch.setattr(module, "MAX_PROGRAMS", 8)
-        for config in configs:
-            config.cache_clear()
-    yield
-    for config in configs:
-        config.cache_clear()
 
 
 def grown(parents: list[tuple[int, int, int]], width: int = 64) -> Tables:

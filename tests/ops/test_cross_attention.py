@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import DeviceStaging, seeded
-from test_scores import BACKENDS, GPU, TOLERANCE
+from test_scores import BACKENDS, TOLERANCE
 from torch import Tensor
 
 from octavo.errors import ConfigError
@@ -25,7 +25,8 @@ from octavo.ops import (
     make_backend,
 )
 from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_decode
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 WITH_REFERENCE = [pytest.param("reference", "cpu", id="reference"), *BACKENDS]
 
@@ -125,14 +126,6 @@ def _starts(lens: Tensor) -> Tensor:
     starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
     starts[1:] = lens.cumsum(0)
     return starts
-
-
-@pytest.fixture(autouse=True)
-def _small_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not GPU:
-        for module in (triton_backend, attention_decode):
-            monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    attention_decode.decode_config.cache_clear()
 
 
 CASES = [

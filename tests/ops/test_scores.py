@@ -15,8 +15,8 @@ from _pytest.mark import ParameterSet
 from attention_cases import FEATURES, Bench, Case, check_that_nan_stays_alone, some_scores
 
 from octavo.ops import CROSS_ATTENTION, FP8_KV_CACHE, ScoreFunction, load_backend
-from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_decode
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 GPU = torch.cuda.is_available()
 BACKENDS = [
@@ -37,17 +37,6 @@ BACKENDS = [
 DTYPES = {"fp32": torch.float32, "16-bit": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SETS = [names for count in range(1, len(FEATURES) + 1) for names in combinations(FEATURES, count)]
-
-
-@pytest.fixture(autouse=True)
-def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the interpreter, programs that have nothing to do take as long as others."""
-    if not GPU:
-        for module in (triton_backend, attention_decode):
-            monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    attention_decode.decode_config.cache_clear()
-    yield
-    attention_decode.decode_config.cache_clear()
 
 
 def random_case(

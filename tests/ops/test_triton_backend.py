@@ -23,14 +23,13 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.base import AttentionBackend
-from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_decode
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
 from octavo.ops.cuda.attention_prefill import prefill_config
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 GPU = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -177,12 +176,8 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
-def test_a_sequence_of_nan_stays_alone_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (triton_backend, attention_decode):  # programs without work take as long
-        monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    attention_decode.decode_config.cache_clear()
+def test_a_sequence_of_nan_stays_alone_in_the_interpreter() -> None:
     check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
-    attention_decode.decode_config.cache_clear()
 
 
 @pytest.mark.gpu
