@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 # Test processes share the cores. With a thread a core each, tiny matrix products wait for threads
 # that the system has put aside, and take ten times as long.
@@ -26,9 +27,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from triton_interpreter import prepare_the_language_once  # noqa: E402
+
 # Triton's kernels run in its interpreter where there is no GPU. Read when kernels are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    prepare_the_language_once()
 
 
 @pytest.fixture(autouse=True)
