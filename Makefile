@@ -15,8 +15,8 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
 SERVE ?= demo --num-blocks 1024
 
-.PHONY: run generate test test-gpu test-clients soak browser check size nightly mutants bench clean \
-    reproduce test-torch
+.PHONY: run generate test test-gpu test-clients soak browser check types lint imports size nightly \
+    mutants bench clean reproduce test-torch
 
 run: $(RUNTIME)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -56,10 +56,16 @@ reproduce: $(DEV)  ## the paper's figures, into reproduction/; FIGURES="fig12 fi
 mutants: $(DEV)  ## whether the core's tests notice what is wrong: a sample of small changes to it
 	$(BIN)/python tools/mutants.py
 
-check: $(DEV)  ## format, lint, types, who may import whom
+check: types lint imports  ## format, lint, types, who may import whom
+
+types: $(DEV)
+	$(BIN)/mypy
+
+lint: $(DEV)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy
+
+imports: $(DEV)
 	$(BIN)/lint-imports --no-logo
 
 size: $(RUNTIME)  ## lines of each package
@@ -78,9 +84,10 @@ $(RUNTIME): pyproject.toml
 	@$(BIN)/python tools/install.py
 	@touch $@
 
-$(DEV): $(RUNTIME)
+$(DEV): pyproject.toml  # brings what octavo itself needs along
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python tools/install.py dev
-	@touch $@
+	@touch $(RUNTIME) $@
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

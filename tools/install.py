@@ -110,7 +110,8 @@ def main() -> int:
     name = "octavo[dev]" if for_development else "octavo"
     print(f"Installing {name} into {os.path.relpath(sys.prefix)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off"]
+    # Python compiles modules as it imports them: a small part of all that is installed.
+    command += ["--progress-bar", "off", "--no-compile"]
     for project in (".[dev]", "./demo", "./paper") if for_development else (".[structured]",):
         command += ["--editable", project]
     report = Report(name)

@@ -61,7 +61,7 @@ def test_tools_for_development_are_installed_for_tests_only(tmp_path: Path) -> N
     runtime, tools = ".venv/bin/python tools/install.py", ".venv/bin/python tools/install.py dev"
     assert dry_run(tmp_path, "run") == dry_run(tmp_path, "generate") == [runtime]
     for target in ("test", "check", "reproduce"):
-        assert dry_run(tmp_path, target) == [runtime, tools]
+        assert dry_run(tmp_path, target) == [tools]
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "installed").touch()
     assert dry_run(tmp_path, "run") == []
