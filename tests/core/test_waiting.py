@@ -182,16 +182,16 @@ def test_names_that_one_prompt_leaves_go_to_the_next(monkeypatch: pytest.MonkeyP
 
 
 def test_many_prompts_of_a_long_cached_prefix_start_together() -> None:
-    """512 prompts of 64 cached blocks each: a step starts 40 or more of them."""
+    """200 prompts of 64 cached blocks each: a step starts 40 or more of them."""
     world = World(num_blocks=2000, max_num_seqs=600, max_num_batched_tokens=8192)
     prefix = [3] * 64 * BLOCK_SIZE
     world.add("first", prompt=prefix, num_output_tokens=1)
     world.run()
     world.add("decoding", 2, 40)
     world.step()
-    for i in range(512):
-        world.add(f"r{i}", prompt=[*prefix, 100 + i], num_output_tokens=30)
-    for _ in range(10):
+    for i in range(200):
+        world.add(f"r{i}", prompt=[*prefix, 100 + i], num_output_tokens=6)
+    for _ in range(4):
         plan, _ = world.step()
         assert len(plan.opened) >= 40
     world.run()

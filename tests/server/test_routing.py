@@ -112,19 +112,19 @@ def test_the_end_of_a_prompt_is_forgotten_first() -> None:
     assert index.match([1]) == 0
 
 
-def test_a_million_prompts_take_bounded_memory_and_little_time() -> None:
+def test_many_prompts_take_bounded_memory_and_little_time() -> None:
     """Prompts of two blocks each; and a prompt of a million tokens."""
     index = PrefixIndex()
     tracemalloc.start()
     start = time.process_time()
-    for i in range(1_000_000):
+    for i in range(200_000):
         index.add([i << 40, i << 40 | 1])
     seconds = time.process_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(index) == MAX_BLOCKS
     assert peak < 64 << 20
-    assert seconds < 60
+    assert seconds < 12
     start = time.process_time()
     chain = block_chain(request([*range(1_000_000)]), SIZE)
     assert (len(chain), sys.getsizeof(chain) < 10 * MAX_DEPTH) == (MAX_DEPTH, True)
