@@ -79,7 +79,13 @@ def test_a_beam_search_starts_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "signal 6")]
+    ("token", "cause"),
+    [
+        (DEADLY, "signal 6"),
+        (RAISING, "that raises"),
+        # Beside a second replica in test_replicas.py.
+        pytest.param(UNACCEPTABLE, "signal 6", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> None:
     async def test() -> None:
