@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from octavo.demo import demo_model_path
 from octavo_demo.corpus import EOS, documents
@@ -37,6 +39,21 @@ CONFIG = TrainConfig(
     compile=False,
 )
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _held_out_rows_once() -> Iterator[None]:
+    """They take seconds, and are the same whoever makes them."""
+    make, made = Trainer._held_out_rows, {}
+
+    def make_once(self: Trainer) -> dict[str, NDArray[np.uint16]]:
+        if not made:
+            made.update(make(self))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_held_out_rows", make_once)
+        yield
 
 
 def trainer(directory: Path) -> Trainer:
