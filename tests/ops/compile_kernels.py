@@ -352,7 +352,7 @@ def experts_on_hopper(
 
     up, down = matrices
     launch = cuda_experts.launch_on_hopper
-    for num_tokens in (2, 64, 128) if has_all else (128,):
+    for num_tokens in (2, 64, 128) if has_all else (64,):
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
         lists = routed.lists
