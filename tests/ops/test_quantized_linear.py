@@ -559,7 +559,7 @@ def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
     constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
     constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
     constants |= {"HAS_SCALES": False, "IN_TWO": False, "SPAN": 1}
-    sizes = (5, 100, 256, 2, 1)
+    sizes = (5, 100, 256, 2, 0, 1)
     run(
         linear_kernel,
         (1, 2, 2),

@@ -41,12 +41,19 @@ class Rounding(IntEnum):
 
     NONE = 0  # they are not
     TOKENS = 1  # a scale for each token
-    GROUPS = 2  # a scale for each ROUNDED_GROUP inputs of a token
-    # Two numbers for each input, which add up to a bfloat16, with a scale for each token
+    GROUPS = 2  # a scale for each group of 128 inputs of a token
+    # Two numbers for each input, which add up to a bfloat16, with a scale for each group of 512
     IN_TWO = 3
 
+    @property
+    def group(self) -> int:
+        """How many inputs of a token share a scale; 0: all of them."""
+        return _GROUPS.get(self, 0)
 
-ROUNDED_GROUP = 128
+
+# Tensor cores add up 512 products of e4m3 numbers, before their sums are scaled and added in
+# float32.
+_GROUPS = {Rounding.GROUPS: 128, Rounding.IN_TWO: 512}
 
 
 class RoundedInputs(NamedTuple):
@@ -60,32 +67,34 @@ class RoundedInputs(NamedTuple):
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """Round x [num_tokens, in_features], in plain torch."""
-    if rounding is Rounding.IN_TWO:
-        return _in_two(x.float())
     size = x.shape[-1]
-    group = size if rounding is Rounding.TOKENS else ROUNDED_GROUP
-    padded = torch.nn.functional.pad(x.float(), (0, -size % group))
-    grouped = padded.view(len(x), -1, group)
+    group = rounding.group or size
+    grouped = torch.nn.functional.pad(x.float(), (0, -size % group)).view(len(x), -1, group)
     top = grouped.abs().amax(dim=-1)
-    scales = (top.clamp(min=1e-12) / FLOAT8_MAX).where(top.isfinite(), torch.nan)
-    values = (grouped / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1)[:, :size]
-    return RoundedInputs(
-        values.contiguous(), scales if rounding is Rounding.TOKENS else scales.t().contiguous()
-    )
+    if rounding is Rounding.IN_TWO:
+        values, scales = _in_two(grouped, top)
+    else:
+        scales = (top.clamp(min=1e-12) / FLOAT8_MAX).where(top.isfinite(), torch.nan)
+        values = grouped / scales.unsqueeze(-1)
+    values = values.to(torch.float8_e4m3fn).flatten(-2)[..., :size]
+    scales = scales.t() if rounding.group else scales
+    return RoundedInputs(values.contiguous(), scales.contiguous())
 
 
-def _in_two(x: Tensor) -> RoundedInputs:
-    """The largest of a token's inputs becomes 128 to 256 by a power of two, and the first number
-    of each is the one that is nearest, upwards from the middle."""
-    exponents = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30).view(torch.int32) >> 23
+def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Both numbers of each input [num_tokens, 2, num_groups, group], and scales.
+
+    The largest input of a group becomes 128 to 256 by a power of two, and the first number of each
+    is the one that is nearest, upwards from the middle.
+    """
+    exponents = top.clamp(min=1e-30).view(torch.int32) >> 23
     factors, scales = (
         (bits << 23).view(torch.float32).where(exponents < 255, torch.nan)
         for bits in (261 - exponents, exponents - 7)
     )
-    scaled = x * factors
+    scaled = grouped * factors.unsqueeze(-1)
     high = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
-    values = torch.stack((high, scaled - high), dim=1).to(torch.float8_e4m3fn)
-    return RoundedInputs(values, scales)
+    return torch.stack((high, scaled - high), dim=1), scales
 
 
 class FormError(ValueError):

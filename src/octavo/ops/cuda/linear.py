@@ -26,6 +26,7 @@ from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
+from octavo.ops.quantized import Rounding
 
 # Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
 # their sum does (benchmarks/logits_error.py).
@@ -217,10 +218,9 @@ def launch_dense(
     """Run linear_hopper's kernel.
 
     x: [num_tokens, size], or [num_tokens, 2, size] in two float8 numbers each.
-    scales: of float8 x and W: float32 per token, and float32 per so many rows of W.
+    scales: of float8 x and W: float32 as RoundedInputs has them, and float32 per so many rows of W.
     """
     from octavo.ops.cuda.linear_hopper import linear_kernel
-    from octavo.ops.cuda.two_float8 import MOST_ADDED
 
     num_tokens, size, num_rows = len(x), x.shape[-1], out.shape[-1]
     x_rows, is_in_two = tiles.tokens, x.dim() == 3
@@ -250,6 +250,7 @@ def launch_dense(
         num_rows,
         size,
         tiles.splits,
+        x_scales.stride(0),
         block_rows,
         STAGES=tiles.stages,
         SPLITS=tiles.splits if reduces else 1,
@@ -260,7 +261,7 @@ def launch_dense(
         HAS_BIAS=bias is not None,
         HAS_SCALES=scales is not None,
         IN_TWO=is_in_two,
-        SPAN=max(1, MOST_ADDED // tiles.columns),
+        SPAN=max(1, Rounding.IN_TWO.group // tiles.columns),
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),

@@ -142,23 +142,24 @@ def _consume_in_two(
     GATED: gl.constexpr,
     SPAN: gl.constexpr,
 ):
-    """The sums of float8 products times the scales of tokens; tensor cores add up SPAN stages."""
+    """The sums of float8 products times the scales of inputs, of which SPAN stages share one."""
     x_tiles, tiles, ready, _ = buffers
     BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
     sums = gl.zeros([BN, BM], gl.float32, LAYOUT)
     up_sums = sums
-    source, first_token, num_tokens = x_scales
+    source, stride, first_token, num_tokens, first = x_scales
     columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-    tokens = gl.minimum(first_token + columns // 2, num_tokens - 1)
+    source += gl.minimum(first_token + columns // 2, num_tokens - 1)
     mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
-    scale = gl.load(source + tokens)
-    for start in range(0, count, SPAN):
-        end = gl.minimum(start + SPAN, count)
+    for group in range(first // SPAN, gl.cdiv(first + count, SPAN)):
+        scale = gl.load(source + group * stride)
+        start = gl.maximum(group * SPAN - first, 0)
+        end = gl.minimum((group + 1) * SPAN - first, count)
         acc, up = _consume(buffers, start, end, LAYOUT, False, GATED)
-        sums = sums + acc
-        up_sums = up_sums + up
-    return sums * scale[None, :], up_sums * scale[None, :]
+        sums = sums + acc * scale[None, :]
+        up_sums = up_sums + up * scale[None, :]
+    return sums, up_sums
 
 
 @gluon.jit
@@ -272,7 +273,7 @@ def _finish(
     gl.store(out + places, values, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_splits", "x_stride"])
 def linear_kernel(
     x,
     weight,
@@ -286,6 +287,7 @@ def linear_kernel(
     num_rows,
     size,
     num_splits,
+    x_stride,
     block_rows,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -306,8 +308,9 @@ def linear_kernel(
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
         x_scales, scales: float32, with HAS_SCALES: of each token, and of each `block_rows` rows of
             W. Both operands are float8 then.
-        IN_TWO: two rows of x are those of a token; with HAS_SCALES, and not with SWAP.
-        SPAN: how many stages tensor cores add up then.
+        IN_TWO: two rows of x are those of a token, and x_scales are [groups, x_stride], of tokens;
+            with HAS_SCALES, and not with SWAP.
+        SPAN: how many stages of a token's inputs are a group then.
         out: with PARTIAL [num_splits, num_tokens, num_rows].
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
@@ -352,7 +355,7 @@ def linear_kernel(
         if GATED:
             up_scales = scales + (rows + num_rows) // block_rows
             up_scale = gl.load(up_scales, mask=rows < num_rows, other=0.0)
-    of_tokens = (x_scales, token, num_tokens)
+    of_tokens = (x_scales, x_stride, token, num_tokens, first)
     acc, up = gl.warp_specialize(
         [
             (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, IN_TWO, SPAN)),

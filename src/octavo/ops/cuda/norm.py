@@ -21,10 +21,10 @@ from octavo.ops.cuda.all_reduce import (
     sum_over_ranks,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.quantize import empty_inputs, store_in_two, to_float8
+from octavo.ops.cuda.quantize import empty_inputs, store_rounded
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.norm import Affine
-from octavo.ops.quantized import ROUNDED_GROUP, Rounding
+from octavo.ops.quantized import Rounding
 
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
@@ -99,8 +99,7 @@ def _launch(
     if num_rows == 0:
         return results
     block = power_of_2(size)
-    if rounding is Rounding.GROUPS:
-        block = max(block, ROUNDED_GROUP)
+    block = max(block, rounding.group)
     all_splits = num_splits + second_splits
     num_warps = _num_warps(block, num_rows, all_splits, exchange is not None)
     weight, bias = affine or Affine(None)
@@ -139,7 +138,7 @@ def _launch(
         RANKS=1 if exchange is None else exchange.size,
         TWO_SHOT=exchange is not None and exchange.two_shot,
         SENT=None if exchange is None else _ELEMENTS[exchange.dtype],
-        GROUP=ROUNDED_GROUP if rounding is Rounding.GROUPS else block,
+        GROUP=rounding.group or block,
         DTYPE=_ELEMENTS[dtype],
         IN_TWO=rounding is Rounding.IN_TWO,
         LATE=_is_late(num_rows, num_splits) and exchange is None,
@@ -336,21 +335,9 @@ def _norm_kernel(
     if out is not None:
         values = _standardised(values, inside, size, eps, IS_RMS)
         normed = (values * scale + shift).to(DTYPE)
-        if IN_TWO:
-            store_in_two(normed.to(tl.float32), out, scales, row, size, columns, inside)
-        elif scales is not None:
-            places = columns
-            group = tl.arange(0, 1)
+        if scales is not None:
             normed = normed.to(tl.float32)
-            if GROUP < BLOCK:
-                normed = tl.reshape(normed, [BLOCK // GROUP, GROUP])
-                group = tl.arange(0, BLOCK // GROUP)[:, None]
-                places = group * GROUP + tl.arange(0, GROUP)[None, :]
-            rounded, factors = to_float8(normed, 1 if GROUP < BLOCK else 0)
-            rounded = rounded.to(out.dtype.element_ty)
-            tl.store(out + row * size + places, rounded, mask=places < size)
-            targets = scales + group.to(tl.int64) * scale_stride + row
-            tl.store(targets, factors, mask=group * GROUP < size)
+            store_rounded(normed, out, scales, scale_stride, row, 0, size, GROUP, IN_TWO)
         else:
             tl.store(out + row * size + columns, normed, mask=inside)
         if twin_out is not None:
