@@ -9,7 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MOST_ADDED = 512  # products of e4m3 that tensor cores add up: they keep some 14 bits
+from octavo.ops.quantized import Rounding
+
+# Products of e4m3 that tensor cores add up: they keep some 14 bits.
+MOST_ADDED = Rounding.IN_TWO.group
 
 
 @gluon.jit
