@@ -35,6 +35,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float8e4nv": torch.float8_e4m3fn,
+    "int8": torch.int8,
     "int32": torch.int32,
     "int64": torch.int64,
 }
@@ -325,7 +326,8 @@ def _fetch(matrix: Descriptor, place: list[int], bar: tuple[Barriers, int], targ
 
 def _multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
     left, right = (each.values if isinstance(each, Shared) else each for each in (a, b))
-    product = left.float() @ right.float()
+    exact = torch.int32 if left.dtype == torch.int8 else torch.float32
+    product = left.to(exact) @ right.to(exact)
     return block(product + acc if use_acc else product)
 
 
@@ -408,7 +410,7 @@ def _partitions(
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    """PTX of 32-bit registers: mov, shifts, and, mad, prmt, lop3 as (a & b) | c, and operations on
+    """PTX of 32-bit registers: mov, shifts, and, xor, mad, prmt, lop3, and operations on
     two 16-bit numbers; or a prefetch, which has no result. `pack` neighbouring words of each
     argument have a register each, and so many elements share one of the results."""
     if "prefetch" in text:
@@ -457,8 +459,15 @@ def _assembly(
                 assert (selected < 8).all(), "signs are not replicated"
                 result |= ((octets >> (8 * selected)) & 255) << (8 * i)
         elif operation == "lop3.b32":
-            assert names[3] == "0xEA"
-            result = (sources[0] & sources[1]) | sources[2]
+            result = torch.zeros_like(sources[0])
+            for bits in range(8):  # of the three sources, for which the table has a 1
+                if int(names[3], 0) >> bits & 1:
+                    term = torch.full_like(result, 0xFFFFFFFF)
+                    for i, source in enumerate(sources[:3]):
+                        term &= source if bits >> (2 - i) & 1 else ~source
+                    result |= term
+        elif operation == "xor.b32":
+            result = sources[0] ^ sources[1]
         else:
             name, _, kind = operation.partition(".")
             assert kind.removeprefix("rn.") in ("bf16x2", "f16x2"), operation

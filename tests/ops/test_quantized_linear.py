@@ -266,7 +266,10 @@ def test_one_token_times_4_bits_with_any_programs(
     if programs.splits > 1:
         out = out.float().expand(programs.splits, -1, -1).contiguous()
     linear_packed(x, stored, bias, out, epilogue, programs)
-    assert relative(out.sum(dim=0) if programs.splits > 1 else out, wanted) < TOLERANCE
+    if programs.splits > 1:
+        assert relative(out.sum(dim=0), wanted) < 1e-4  # of inputs as integers
+    else:
+        assert relative(out, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize(

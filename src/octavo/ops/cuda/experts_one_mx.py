@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.ops.cuda.expert_tables import ROWS, ExpertProjection, table_lookup
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.linear_gemv_packed import _regrouped
 from octavo.ops.cuda.linear_hopper import _activate_gated
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.experts import Routed
@@ -98,6 +97,16 @@ def _launch(x: Tensor, projection: ExpertProjection, out: Tensor, routed: Routed
         maxnreg=_REGISTERS,
         **launch_options(x.device),
     )
+
+
+@gluon.jit
+def _regrouped(values):
+    """A thread's four neighbours in the last dimension as two pairs, eight elements apart."""
+    A: gl.constexpr = values.shape[0]
+    B: gl.constexpr = values.shape[1]
+    C: gl.constexpr = values.shape[2]
+    parts = values.reshape([A, B, C // 16, 4, 2, 2]).permute((0, 1, 2, 4, 3, 5))
+    return parts.reshape([A, B, C])
 
 
 @gluon.jit

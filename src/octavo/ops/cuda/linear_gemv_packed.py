@@ -1,14 +1,23 @@
 """y = x W^T of one token, with W in packed integers of 4 bits, bound by reading W.
 
 A program computes a few rows of W, and its warps share their inputs. Its words of W are on their
-way to registers before the preceding kernels have ended (pdl.py), because the
-memory would be idle until then; each thread takes those that it needs as the left operand of tensor
-cores. Then all inputs are fetched at once. Of the eight columns of a product of tensor cores one
-token uses one, which takes fewer instructions than products of single numbers.
+way to registers before the preceding kernels have ended (pdl.py), because the memory would be idle
+until then; each thread takes those that it needs as the left operand of tensor cores.
 
-A thread takes four neighbouring words of a row, which hold pairs of neighbouring inputs
-(stored_weights.py): four inputs of each plane. Both operands of a product may have the inputs in
-any order, if it is the same, so that these four are the two pairs that a thread has of each.
+These multiply integers of 8 bits, which three instructions make of eight weights; numbers of 16
+bits take eleven. So each warp makes two such integers of each of its inputs: 256 high + low, times
+a scale of the block of 128 inputs. They miss an input by some 2^-16 of the largest one in its
+block, at most, and what is added up in a block is exact.
+
+The columns of the right operand are the eight blocks of a warp, each of which four threads have
+just where they have made the integers. Of its product with a block of W only this block's column is
+of use. This takes more products than one column would, but no shared memory, and no warp waits for
+another one before the end.
+
+Both operands of a product may have the inputs in any order, if it is the same. A thread has four
+neighbouring words of a row. They hold two pairs of neighbouring inputs of each of the eight planes
+(stored_weights.py): of a pair, the first word has four planes, and the second one the others. The
+even integers of a word are four octets of one register, and the odd ones of another.
 """
 
 from __future__ import annotations
@@ -20,25 +29,56 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.ops.cuda.linear_hopper import _finish
-from octavo.ops.cuda.linear_hopper_quantized import _integers, _stacked_rows
+from octavo.ops.cuda.linear_hopper_quantized import _stacked_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
 
-# A name that changed between Triton 3.6 and 3.9, where the old one still exists, and fails.
-_copy = (
-    async_copy.async_load
-    if hasattr(async_copy, "async_load")
-    else async_copy.async_copy_global_to_shared
-)
+BLOCKS = 8  # of a warp, at most: columns of the right operand
+_REGISTERS = 168  # of a thread: three programs share an SM; the compiler takes more for zero points
 
 _BLOCK = tl.constexpr(BLOCK)
-_INT4 = tl.constexpr(INT4)
+_BLOCKS = tl.constexpr(BLOCKS)
+_PLANES = tl.constexpr(8)
 _WIDTH = tl.constexpr(16)  # words of a block, and inputs of a plane
-_TOKENS = tl.constexpr(8)  # columns of the right operand, of which one is used
+_LARGEST = tl.constexpr(127 * 256 + 127)
+_SMALLEST = tl.constexpr(0x0DA24260)  # the bits of 1e-30: blocks of zeros have a scale, too
+# The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
+# `high`, and its first one `low` + 128.
+_ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
+# Four such sums -> four octets `high`, and four `low`.
+_SPLIT = tl.constexpr("""{
+    .reg .b32 a, b, s;
+    mov.b32 s, 0x80808080;
+    prmt.b32 a, $2, $3, 0x0051;
+    prmt.b32 b, $4, $5, 0x0051;
+    prmt.b32 $0, a, b, 0x5410;
+    prmt.b32 a, $2, $3, 0x0040;
+    prmt.b32 b, $4, $5, 0x0040;
+    prmt.b32 a, a, b, 0x5410;
+    xor.b32 $1, a, s;
+    }""")
+# Four words -> for each of them, its even and its odd integers, as 16 (q - 8) in 8 bits.
+_UNPACK = tl.constexpr("""{
+    .reg .b32 t, s, m;
+    mov.b32 s, 0x80808080;
+    mov.b32 m, 0xF0F0F0F0;
+    shl.b32 t, $8, 4;
+    lop3.b32 $0, t, s, m, 0x28;
+    lop3.b32 $1, $8, s, m, 0x28;
+    shl.b32 t, $9, 4;
+    lop3.b32 $2, t, s, m, 0x28;
+    lop3.b32 $3, $9, s, m, 0x28;
+    shl.b32 t, $10, 4;
+    lop3.b32 $4, t, s, m, 0x28;
+    lop3.b32 $5, $10, s, m, 0x28;
+    shl.b32 t, $11, 4;
+    lop3.b32 $6, t, s, m, 0x28;
+    lop3.b32 $7, $11, s, m, 0x28;
+    }""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +118,7 @@ def linear_packed(
     num_blocks = size // BLOCK
     per_split = triton.cdiv(num_blocks, programs.splits)
     count = triton.cdiv(per_split, programs.warps)
+    assert count <= BLOCKS
     _linear_packed_kernel[(triton.cdiv(num_rows, rows), programs.splits)](
         x,
         stored.weight,
@@ -99,52 +140,76 @@ def linear_packed(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=programs.warps,
+        maxnreg=None if stored.zeros is None else _REGISTERS,
         **launch_options(x.device),
     )
 
 
 @gluon.jit
-def _regrouped(values):
-    """A thread's four neighbours in the last dimension as two pairs, eight elements apart."""
-    A: gl.constexpr = values.shape[0]
-    B: gl.constexpr = values.shape[1]
-    C: gl.constexpr = values.shape[2]
-    parts = values.reshape([A, B, C // 16, 4, 2, 2]).permute((0, 1, 2, 4, 3, 5))
-    return parts.reshape([A, B, C])
+def _along(SIZE: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
+    """0, 1, 2, ... along one of the three axes of a tensor."""
+    FIRST: gl.constexpr = 0 if AXIS > 0 else 1
+    SECOND: gl.constexpr = 2 if AXIS < 2 else 1
+    places = gl.arange(0, SIZE, layout=gl.SliceLayout(FIRST, gl.SliceLayout(SECOND, LAYOUT)))
+    if AXIS == 0:
+        places = places[:, None, None]
+    elif AXIS == 1:
+        places = places[None, :, None]
+    else:
+        places = places[None, None, :]
+    return places
 
 
 @gluon.jit
-def _factors(source, groups, i):
-    """Scales, or zero points, of each warp's i-th block: 0 if it has none."""
-    own_blocks, rows, stride, group_blocks, last = groups
-    block = own_blocks + i * gl.num_warps()
-    places = rows + block // group_blocks * stride
-    return gl.load(source + places, mask=block < last, other=0.0)
+def _weights(words):
+    """Words [warps, rows, words of a block] -> 16 (q - 8), int8 [warps, rows, 128]."""
+    WARPS: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    parts = gl.inline_asm_elementwise(
+        _UNPACK,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        [words],
+        dtype=(gl.int8,) * 8,
+        is_pure=True,
+        pack=4,
+    )
+    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
+    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
+    joined = gl.join(first, second).permute((0, 1, 3, 4, 5, 2))
+    return joined.reshape([WARPS, ROWS, _BLOCK])
 
 
 @gluon.jit
-def _add_block(acc, words, inputs, factor, shifts, i: gl.constexpr):
-    """The sums with the products of each warp's i-th block; `inputs` are in shared memory."""
-    DTYPE: gl.constexpr = inputs.dtype
-    LOADED: gl.constexpr = words.type.layout
-    SUMS: gl.constexpr = acc.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, k_width=2)
-    planes = _integers(gl.convert_layout(_regrouped(words), LEFT), _INT4, DTYPE)
-    spread = gl.zeros([1, _TOKENS, 1], DTYPE, LOADED)
-    ones = gl.full(words.shape, 1.0, DTYPE, LEFT)
-    product = gl.zeros(acc.shape, gl.float32, SUMS)
-    sums = product
-    for plane in gl.static_range(_BLOCK // _WIDTH):
-        values = inputs.slice(plane * _WIDTH, _WIDTH, 2).load(LOADED)
-        columns, _ = gl.broadcast(values, spread)
-        right = gl.convert_layout(_regrouped(columns).permute((0, 2, 1)), RIGHT)
-        product = mma_v2(planes[plane], right, product)
-        if len(shifts) > 0:
-            sums = mma_v2(ones, right, sums)
-    if len(shifts) > 0:
-        product = product - sums * shifts[i].to(gl.float32)[:, :, None]
-    return acc + product * factor.to(gl.float32)[:, :, None]
+def _integers(values):
+    """Inputs [warps * blocks, planes, inputs of a plane] as integers, in the order of `_weights`.
+
+    Returns:
+        high, low: int8 [warps, 128, blocks].
+        scales: float32 [warps, blocks]; infinite or NaN if an input is.
+        totals: of the integers of a block, float32 [warps, blocks].
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    exact = values.to(gl.float32)
+    sizes = exact.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
+    largest = gl.maximum(gl.max(gl.max(sizes, 2), 1), _SMALLEST).to(gl.float32, bitcast=True)
+    sums = exact * (_LARGEST / largest)[:, None, None] + _ROUNDER
+    # An input's place has bits for: which of a pair's two words, octet, even or odd integers; which
+    # of four threads, which of its two pairs, which of the pair.
+    places = sums.reshape([WARPS * _BLOCKS, 2, 2, 2, 4, 2, 2]).permute((0, 5, 1, 3, 4, 6, 2))
+    ordered = gl.convert_layout(places.reshape(values.shape), values.type.layout)
+    high, low = gl.inline_asm_elementwise(
+        _SPLIT,
+        "=&r,=&r,r,r,r,r",
+        [ordered.to(gl.int32, bitcast=True)],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+    high = high.reshape([WARPS, _BLOCKS, _BLOCK]).permute((0, 2, 1))
+    low = low.reshape([WARPS, _BLOCKS, _BLOCK]).permute((0, 2, 1))
+    scales = (largest / _LARGEST).reshape([WARPS, _BLOCKS])
+    totals = gl.sum(gl.sum(sums - _ROUNDER, 2), 1).reshape([WARPS, _BLOCKS])
+    return high, low, scales, totals
 
 
 @gluon.jit
@@ -190,67 +255,67 @@ def _linear_packed_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
     )
-    BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
+    BY_BLOCK: gl.constexpr = gl.SliceLayout(1, SUMS)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, k_width=4)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    BY_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LOADED))
-    ACROSS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
-    ALONG: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LOADED))
+    INPUTS: gl.constexpr = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [WARPS, 1, 1], [2, 1, 0])
 
     row = gl.program_id(0) * (ROWS // HALVES)
-    rows = _stacked_rows(row, row + num_rows, ROWS, GATED, ACROSS)
-    rows = gl.minimum(rows, num_rows * HALVES - 1)[None, :, None]
-    own_rows = _stacked_rows(row, row + num_rows, ROWS, GATED, gl.SliceLayout(0, BY_ROW))
-    own_rows = gl.minimum(own_rows, num_rows * HALVES - 1)[None, :]
+    last_row = num_rows * HALVES - 1
     split = gl.program_id(1)
     start = split * per_split
     last = gl.minimum(start + per_split, num_blocks)
-    blocks = start + gl.arange(0, WARPS, layout=BY_WARP)[:, None, None]
-    own_blocks = start + gl.arange(0, WARPS, layout=gl.SliceLayout(1, BY_ROW))[:, None]
-    inner = gl.arange(0, _WIDTH, layout=ALONG)[None, None, :]
-    words = weight + rows.to(gl.int64) * (num_blocks * _WIDTH) + (blocks * _WIDTH + inner)
-    groups = own_blocks, own_rows * stride_row, stride_group, group_blocks, last
-
-    STEP: gl.constexpr = WARPS * _WIDTH
-    FLAT_MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
-    x_tiles = gl.allocate_shared_memory(x.dtype.element_ty, [COUNT, WARPS, 1, _BLOCK], FLAT_MEMORY)
+    ACROSS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
+    rows = _stacked_rows(row, row + num_rows, ROWS, GATED, ACROSS)
+    rows = gl.minimum(rows, last_row)[None, :, None]
+    blocks = start + _along(WARPS, 0, LOADED)
+    inner = blocks * _WIDTH + _along(_WIDTH, 2, LOADED)
+    words = weight + rows.to(gl.int64) * (num_blocks * _WIDTH) + inner
     pieces = ()
     for i in gl.static_range(COUNT):
         if EVEN:
-            places = words + i * STEP
+            places = words + i * (WARPS * _WIDTH)
         else:
             places = words + gl.minimum(last - 1 - blocks, i * WARPS) * _WIDTH
         pieces += (gl.load(places),)  # type: ignore[assignment]
-    factors = ()
-    shifts = ()
-    for i in gl.static_range(COUNT):
-        factors += (_factors(scales, groups, i),)  # type: ignore[assignment]
-        if zeros is not None:
-            shifts += (_factors(zeros, groups, i),)  # type: ignore[assignment]
-    wide_blocks = start + gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))
-    wide_blocks = wide_blocks[:, None, None]
-    columns = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))[None, None, :]
-    sources = x + (wide_blocks * _BLOCK + columns)
-    acc = gl.zeros([WARPS, ROWS, _TOKENS], gl.float32, SUMS)
+
+    columns = _along(_BLOCKS, 2, SUMS)
+    blocks = start + columns * WARPS + _along(WARPS, 0, SUMS)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+    rows = _stacked_rows(row, row + num_rows, ROWS, GATED, OF_SUMS)
+    rows = gl.minimum(rows, last_row)[None, :, None]
+    places = rows * stride_row + blocks // group_blocks * stride_group
+    factors = gl.load(scales + places, mask=blocks < last, other=0.0).to(gl.float32)
+    if zeros is not None:
+        shifts = gl.load(zeros + places, mask=blocks < last, other=0.0).to(gl.float32)
+
+    own = _along(WARPS * _BLOCKS, 0, INPUTS)
+    blocks = gl.minimum(start + own % _BLOCKS * WARPS + own // _BLOCKS, last - 1)
+    inner = _along(_PLANES, 1, INPUTS) * _WIDTH + _along(_WIDTH, 2, INPUTS)
+    sources = x + blocks * _BLOCK + inner
     if PDL:
         tl.extra.cuda.gdc_wait()
+    high, low, x_scales, totals = _integers(gl.load(sources))
+    high = gl.convert_layout(high, RIGHT)
+    low = gl.convert_layout(low, RIGHT)
+    nothing = gl.zeros([WARPS, ROWS, _BLOCKS], gl.int32, SUMS)
+    products = nothing
     for i in gl.static_range(COUNT):
-        if EVEN:
-            places = sources + i * (WARPS * _BLOCK)
-        else:
-            places = sources + gl.minimum(last - 1 - wide_blocks, i * WARPS) * _BLOCK
-        _copy(x_tiles.index(i), places)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    for i in gl.static_range(COUNT):
-        acc = _add_block(acc, pieces[i], x_tiles.index(i), factors[i], shifts, i)
-    total = gl.sum(acc, 0)
+        left = gl.convert_layout(_weights(pieces[i]), LEFT)
+        product = mma_v2(left, high, nothing) * 256 + mma_v2(left, low, nothing)
+        products = gl.where(columns == i, product, products)
+    acc = products.to(gl.float32) * 0.0625  # weights are 16 times too large
+    if zeros is not None:
+        acc -= shifts * gl.convert_layout(totals, BY_BLOCK)[:, None, :]
+    acc = acc * factors * gl.convert_layout(x_scales, BY_BLOCK)[:, None, :]
+    total = gl.sum(gl.sum(acc, 2), 0).reshape([ROWS, 1])
     shape = (0, row, 1, num_rows)
     if PARTIAL:
         out += split.to(gl.int64) * num_rows
     if GATED:
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [8, 4, 1], [WARPS, 1, 1], [2, 0, 1])
-        pairs = total.reshape([2, ROWS // 2, _TOKENS]).permute((1, 2, 0))
+        pairs = total.reshape([2, ROWS // 2, 1]).permute((1, 2, 0))
         gates, ups = gl.split(gl.convert_layout(pairs, PAIRS))
         _finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
     else:

@@ -52,7 +52,6 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
-    MOST_BY_ONE,
     MOST_IN_TWO,
     SIZES,
     Choice,
@@ -386,8 +385,8 @@ class QuantizedCudaLinear:
     ) -> Tensor:
         stored = self._stored
         if isinstance(choice, PackedPrograms):
-            if choice.splits == 1 or stored.shape[1] <= MOST_BY_ONE:
-                return self._multiply_packed(x, bias, epilogue, replace(choice, splits=1))
+            if choice.splits == 1:
+                return self._multiply_packed(x, bias, epilogue, choice)
             parts = self._multiply_packed(x, bias, Epilogue.NONE, choice)
             return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):

@@ -14,7 +14,7 @@ from functools import cache
 import triton
 
 from octavo.ops.cuda import linear_table
-from octavo.ops.cuda.linear_gemv_packed import PackedPrograms
+from octavo.ops.cuda.linear_gemv_packed import BLOCKS, PackedPrograms
 from octavo.ops.cuda.stored_weights import (
     BLOCK,
     INT4,
@@ -32,7 +32,8 @@ _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
 _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
 MOST_IN_TWO = 16  # tokens whose inputs are two e4m3 numbers each; more were not measured
-MOST_BY_ONE = 4096  # inputs of a program for one token
+_WARPS_BY_ONE = 4  # of a program for one token
+_MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _FEWEST_TOKENS = 8  # of a tile
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
@@ -142,17 +143,15 @@ def _packed_programs(product: Product) -> PackedPrograms | None:
     There is no choice to measure: in turns with another kernel, each of the two takes longer than
     alone.
     """
-    num_blocks = product.size // BLOCK
     if product.tokens > 1 or product.format != INT4 or product.size % BLOCK:
         return None
     if product.group and product.group < BLOCK:
         return None
-    leaves_partial_sums = product.num_rows <= MOST_BY_ONE and not product.is_gated
-    if product.size > MOST_BY_ONE and not leaves_partial_sums:
+    leaves_partial_sums = product.num_rows <= _MOST_BY_ONE and not product.is_gated
+    splits = triton.cdiv(product.size, _MOST_BY_ONE)
+    if splits > 1 and not leaves_partial_sums:
         return None
-    most = MOST_BY_ONE // BLOCK
-    splits = max(triton.cdiv(num_blocks, most), 1 + (num_blocks > most // 2))
-    return PackedPrograms(16, 4, splits if leaves_partial_sums else 1)
+    return PackedPrograms(16, _WARPS_BY_ONE, splits)
 
 
 def _simple_candidates(product: Product) -> list[Tiles]:
