@@ -212,11 +212,25 @@ def decode_config(
         if 8 <= group <= 16 and padded == 128 and num_pairs <= 16:
             return DecodeConfig(32, 1, num_stages=2, num_programs=_SMS)
         return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
+    is_measured = 1 < group <= 16 and padded in (64, 128) and not is_fp8
+    is_measured &= shared_memory >= MUCH_SHARED_MEMORY
+    if is_measured and _pays_with_two_warps(num_pairs, padded):
+        return DecodeConfig(4096 // padded, 2, num_stages=4, num_programs=_SMS * 4)
     if padded > 256 or group > 16:  # too much for the registers of one warp
         return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
     if padded <= 128 and group == 1 and num_pairs >= 512:
         return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MAX_PROGRAMS)
     return DecodeConfig(max(16, 4096 // padded), 1, num_stages=2, num_programs=MAX_PROGRAMS)
+
+
+def _pays_with_two_warps(num_pairs: int, padded: int) -> bool:
+    """Whether programs of two warps and four tiles in flight are faster than smaller and more ones,
+    of heads of 64 or 128: they are where three on each SM have about equally much to do."""
+    if num_pairs <= _SMS // 2 or num_pairs * padded > 2**15:
+        return False
+    num_programs = _SMS * 4
+    is_even = num_programs // num_pairs * num_pairs >= 0.9 * num_programs
+    return is_even or num_pairs <= 160 or padded == 64
 
 
 @triton.jit
