@@ -99,6 +99,9 @@ class AddedUp:
         assert kernel is not None
         self._kernel = kernel
 
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        return self._kernel.takes_in_two(num_tokens, top_k)
+
     def apply_partial(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         return self._kernel.apply_partial(x, routed).sum(0)
 

@@ -346,9 +346,11 @@ def experts_on_hopper(
 ) -> None:
     """experts_hopper.py's kernel for blocks and tiles of each size, if it takes the form."""
     from octavo.ops.cuda import experts as cuda_experts
-    from octavo.ops.cuda.expert_tiles import choose_hopper_tiles, hopper_tiles
+    from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
+    from octavo.ops.cuda.quantize import empty_inputs
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
+    from octavo.ops.quantized import Rounding
 
     up, down = matrices
     launch = cuda_experts.launch_on_hopper
@@ -356,15 +358,12 @@ def experts_on_hopper(
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
         lists = routed.lists
-        if choose_hopper_tiles(lists.block_rows, len(lists.experts), up, down, 132) is None:
+        tiles = choose_hopper_tiles(lists.block_rows, up, down)
+        if tiles is None:
             continue
-        inner = x.new_empty(num_tokens * config.top_k, down.size)
         out = torch.empty(config.top_k, num_tokens, up.size)
-        biases = None, None
-        epilogue = Epilogue.SILU_MUL
-        for rows in (64, 128):
-            tiles = hopper_tiles(lists.block_rows, rows)
-            launch(x, (up, down), biases, inner, out, routed, epilogue, tiles)
+        inputs = empty_inputs(num_tokens, up.size, Rounding.IN_TWO, x.device)
+        launch(inputs, (up, down), (None, None), out, routed, Epilogue.SILU_MUL, tiles)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 PATIENCE = 20.0  # seconds that a partition waits at a barrier
 _atomic = threading.Lock()
+_partition = threading.local()  # `num_warps` of the one that the thread runs, unless the first
 # Of Gluon's names, what torch has under another one.
 DTYPES = {
     "float32": torch.float32,
@@ -149,23 +150,21 @@ class Barriers:
 
 
 class Copies:
-    """Groups of copies to shared memory, which are not there before they are waited for."""
+    """To shared memory, which are not there before a barrier was arrived at."""
 
     def __init__(self) -> None:
-        self.groups: list[list[tuple[Shared, Tensor]]] = []
         self.open: list[tuple[Shared, Tensor]] = []
 
     def add(self, target: Shared, source: Pointer, mask: Any = None) -> None:
         self.open.append((target, _load(source, mask)))
 
-    def commit(self) -> None:
-        self.groups.append(self.open)
-        self.open = []
-
-    def wait(self, num_outstanding: int) -> None:
-        while len(self.groups) > num_outstanding:
-            for target, values in self.groups.pop(0):
-                target.store(values)
+    def arrive(self, bar: tuple[Barriers, int], increment_count: bool) -> None:
+        """Each thread of the partition does, once its copies are there."""
+        assert not increment_count
+        for target, values in self.open:
+            target.store(values)
+        self.open.clear()
+        bar[0].change(bar[1], 32 * _partition.num_warps, 0)
 
 
 def run(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -239,7 +238,7 @@ class _Namespaces:
             **{name: lambda *args, **options: None for name in LAYOUTS},
             program_id=lambda axis: block(torch.tensor(program[axis])),
             num_programs=lambda axis: grid[axis],
-            num_warps=lambda: num_warps,
+            num_warps=lambda: getattr(_partition, "num_warps", num_warps),
             static_range=range,
             allocate_shared_memory=_allocate,
             arange=lambda start, end, layout=None: block(torch.arange(start, end)),
@@ -273,7 +272,7 @@ class _Namespaces:
         self.meanings = {
             "gl": language,
             "mbarrier": barrier,
-            "async_copy": SimpleNamespace(commit_group=copies.commit, wait_group=copies.wait),
+            "async_copy": SimpleNamespace(mbarrier_arrive=copies.arrive),
             "_copy": copies.add,
             "fence_async_shared": lambda: None,
             "mma_v2": _multiply,
@@ -383,12 +382,16 @@ def _atomic_add(
 
 
 def _partitions(
-    functions: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: object, registers: object
+    functions: list[tuple[Callable[..., Any], tuple[Any, ...]]],
+    warps: list[int],
+    registers: object,
 ) -> Any:
     """Run the partitions in threads; the first one's result."""
     results: dict[int, Any] = {}
 
     def carry_out(i: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if i > 0:
+            _partition.num_warps = warps[i - 1]
         try:
             results[i] = function(*args)
         except BaseException as error:

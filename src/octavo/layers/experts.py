@@ -33,6 +33,7 @@ from octavo.ops.experts import (
 )
 from octavo.ops.linear import LinearInput
 from octavo.ops.quantized import (
+    BothInputs,
     FormError,
     GroupedInt,
     MxFloat4,
@@ -96,6 +97,10 @@ class ExpertsMethod(WeightOwner):
         """Rearrange the weights for the device that they are on; called once, after loading."""
         raise NotImplementedError
 
+    def takes_in_two(self, num_tokens: int) -> bool:
+        """See ExpertsKernel.takes_in_two."""
+        raise NotImplementedError
+
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; of this rank's intermediate elements."""
         raise NotImplementedError
@@ -151,6 +156,10 @@ class LoadedExperts(ExpertsMethod):
             slices = () if own is None else (WeightSlice(own[expert], (everything,)),)
             found[f"{down_name}.bias"] = WeightTarget((config.hidden_size,), slices)
         return found
+
+    def takes_in_two(self, num_tokens: int) -> bool:
+        """See ExpertsMethod.takes_in_two."""
+        return self._kernel.takes_in_two(num_tokens, self.config.routing.top_k)
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsMethod.forward_partial."""
@@ -394,9 +403,9 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
-    def entry(self) -> None:
-        """See InputReader.entry: the router and the experts read the input."""
-        return None
+    def entry(self) -> ExpertsMethod:
+        """See InputReader.entry: the router reads the input, too."""
+        return self.experts
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -405,8 +414,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
+        rounded = None
+        if isinstance(hidden, BothInputs):
+            hidden, rounded = hidden
         assert isinstance(hidden, Tensor)
-        result = self.experts.forward_partial(hidden, self.router.forward(hidden))
+        routed = self.router.forward(hidden)._replace(inputs=rounded)
+        result = self.experts.forward_partial(hidden, routed)
         if self.shared is None:
             return result
         shared = self.shared.forward(hidden)

@@ -57,6 +57,10 @@ class SeparateExperts:
         self._biases = weights.up_bias, weights.down_bias
         self._epilogue = epilogue
 
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        """See ExpertsKernel.takes_in_two."""
+        return False
+
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial."""
         lists: RowLists = routed.lists

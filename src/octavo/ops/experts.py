@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.quantized import QuantizedWeight, RoundedInputs
 from octavo.routing import RoutingConfig, Scoring
 
 LEAST_SUM = 1e-20  # that weights are divided by
@@ -29,6 +29,7 @@ class Routed(NamedTuple):
     ids: Tensor  # int32 [num_tokens, top_k]: the experts of a token, all different
     weights: Tensor  # float32 [num_tokens, top_k]: of their results
     lists: Any = None  # the same by expert, in the form that the device's ExpertsKernel takes
+    inputs: RoundedInputs | None = None  # of the experts, if given: see ExpertsKernel.takes_in_two
 
 
 class RouterWeights(NamedTuple):
@@ -70,6 +71,10 @@ class RouterKernel(Protocol):
 class ExpertsKernel(Protocol):
     """Owns the experts' weights, perhaps packed; computes those that tokens were routed to, and
     adds their results up."""
+
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        """Whether it multiplies inputs as Rounding.IN_TWO makes them: the norm before it may give
+        them in Routed.inputs."""
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """sum over j of weights[t, j] * MLP of expert ids[t, j] (x[t]), of x [num_tokens, size].

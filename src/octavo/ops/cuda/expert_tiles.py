@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 # Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
 # up; beyond that it would take longer to write and read than it is worth.
 EXACT_TOKENS = 256
+# The same for experts_hopper.py, whose gates are not rounded: with contributions in bfloat16, its
+# results are 1.8e-3 from exact ones; with rounded gates and contributions in float32 it is 1.7e-3.
+HOPPER_EXACT_TOKENS = 16
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py
-# That its programs take: what is left is room for those of the kernel that makes the lists, so that
-# they start while it runs.
-_HOPPER_REGISTERS = 57344
+# Of a thread of its programs when they start, which have 16 warps: what they leave of an SM's
+# registers is room for programs of the kernel that makes the lists, so that they start while it
+# runs.
+HOPPER_REGISTERS = 112
 GATHERING_WARPS = 4
-GATHERING_REGISTERS = 152  # of a thread
+GATHERING_REGISTERS = 88  # of a thread
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
 _MAX_HOPPER_STAGES = 12
@@ -55,51 +57,20 @@ class OneTokenPrograms:
 class HopperTiles:
     """A configuration of experts_hopper.py's kernel, of which an SM has one program."""
 
-    rows: int  # of each of two matrices
     stages: int
-    warps: int  # that multiply
-    registers: int  # of a thread when the kernel starts
-    at_once: int  # steps whose inputs are loaded together
-    overlaps: bool  # whether they are loaded while those before are split
     ahead: int  # bytes of each row of a program's first tile that are fetched before the lists
 
 
 def choose_hopper_tiles(
-    tokens: int, num_blocks: int, up: ExpertMatrices, down: ExpertMatrices, num_sms: int
+    tokens: int, up: ExpertMatrices, down: ExpertMatrices
 ) -> HopperTiles | None:
-    """Tiles for both projections of FP8 experts, with at most `num_blocks` blocks of `tokens`
-    rows of inputs; None: other kernels compute them.
-
-    Tiles of 128 rows read inputs half as often as those of 64, which are left to so few gates that
-    SMs would be idle, and to numbers of them that 128 pads by more than a quarter.
-    """
+    """Tiles for both projections of FP8 experts, with blocks of `tokens` rows of inputs; as many
+    stages as fit. None: other kernels compute them."""
     if any(each.format != Format.FLOAT8 for each in (up, down)) or tokens not in (16, 32):
         return None
-    row_tiles = triton.cdiv(down.size, 128)
-    is_large = num_blocks * row_tiles >= num_sms and 128 * row_tiles <= 1.25 * down.size
-    return hopper_tiles(tokens, 128 if is_large else 64)
-
-
-def hopper_tiles(tokens: int, rows: int) -> HopperTiles:
-    """As many stages as fit.
-
-    Measured on 2026-11-23 on one H200, one layer of Qwen3-30B-A3B with both norms and routing,
-    microseconds: 64 tokens with inputs loaded while those before are split take 161.9, without it
-    158.1; 256 tokens (two steps at once) 192.2 and 195.5, which fetching ahead makes 188.3.
-    """
-    warps = rows // 16
-    stage = BLOCK * (2 * rows + 2 * tokens) + 4 * tokens
-    stages = (_HOPPER_MEMORY - 4 * rows * tokens - 1024) // stage
-    is_many = tokens > 16
-    return HopperTiles(
-        rows,
-        min(_MAX_HOPPER_STAGES, stages),
-        warps,
-        registers=_HOPPER_REGISTERS // (32 * (warps + GATHERING_WARPS + 4)) // 8 * 8,
-        at_once=2 if is_many else 4,
-        overlaps=is_many,
-        ahead=4 * BLOCK if is_many else 0,
-    )
+    stage = BLOCK * (2 * BLOCK + 2 * tokens) + 4 * tokens
+    stages = (_HOPPER_MEMORY - 4 * BLOCK * tokens - 1024) // stage
+    return HopperTiles(stages, ahead=8 * BLOCK if tokens > 16 else 0)
 
 
 def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:

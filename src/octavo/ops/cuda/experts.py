@@ -31,10 +31,14 @@ from octavo.ops.cuda.expert_tiles import (
     EXACT_TOKENS,
     GATHERING_REGISTERS,
     GATHERING_WARPS,
+    HOPPER_EXACT_TOKENS,
+    HOPPER_REGISTERS,
     HopperTiles,
     Tiles,
     choose_hopper_tiles,
     choose_tiles,
+    max_blocks,
+    tokens_per_tile,
 )
 from octavo.ops.cuda.expert_weights import (
     BLOCK,
@@ -46,15 +50,17 @@ from octavo.ops.cuda.expert_weights import (
     load_tile,
     unpack,
 )
-from octavo.ops.cuda.experts_hopper import grouped_kernel
+from octavo.ops.cuda.experts_hopper import ROWS, grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, shared_memory
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
+from octavo.ops.quantized import RoundedInputs, Rounding
 
 _MAX_BLOCKS = 1 << 12  # that experts_hopper.py counts tiles of
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
@@ -85,6 +91,10 @@ class CudaExperts:
             return None
         return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
 
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        """See ExpertsKernel.takes_in_two."""
+        return self._tiles_on_hopper(num_tokens, top_k) is not None
+
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
         assert x.stride(1) == 1
@@ -93,16 +103,33 @@ class CudaExperts:
         if num_tokens == 1:
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
-        inner = x.new_empty((num_tokens * top_k, down.size))
-        dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
+        tiles = self._tiles_on_hopper(num_tokens, top_k)
+        if x.dtype == torch.float32:
+            tiles = None
+        exact_tokens = EXACT_TOKENS if tiles is None else HOPPER_EXACT_TOKENS
+        dtype = torch.float32 if num_tokens <= exact_tokens else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
-        tiles = _tiles_on_hopper(up, down, routed.lists, x)
         if tiles is not None:
-            launch_on_hopper(x, (up, down), self._biases, inner, out, routed, self._epilogue, tiles)
+            inputs = routed.inputs or round_inputs(x, Rounding.IN_TWO)
+            launch_on_hopper(inputs, (up, down), self._biases, out, routed, self._epilogue, tiles)
         else:
+            inner = x.new_empty((num_tokens * top_k, down.size))
             _launch(x, up, up_bias, inner, routed, self._epilogue)
             _launch(inner, down, down_bias, out, routed, Epilogue.NONE)
         return out
+
+    def _tiles_on_hopper(self, num_tokens: int, top_k: int) -> HopperTiles | None:
+        """None: experts_hopper.py does not compute products of so many tokens, or not on this
+        GPU."""
+        up, down = self._up, self._down
+        num_experts = len(up.values)
+        tokens = tokens_per_tile(num_tokens, num_experts, top_k)
+        is_on_hopper = _is_on_hopper(up.values.device)
+        if not is_on_hopper or not all(_has_tma(each.values) for each in (up, down)):
+            return None
+        if num_tokens == 1 or max_blocks(num_tokens, num_experts, top_k, tokens) > _MAX_BLOCKS:
+            return None
+        return choose_hopper_tiles(tokens, up, down)
 
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
@@ -116,19 +143,6 @@ def _is_on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and _is_hopper(device)
 
 
-def _tiles_on_hopper(
-    up: ExpertMatrices, down: ExpertMatrices, lists: BlockLists, x: Tensor
-) -> HopperTiles | None:
-    """None: experts_hopper.py does not compute products of so many rows of one expert, of inputs
-    like x, or not on this GPU."""
-    if not _is_on_hopper(x.device) or not all(_has_tma(each.values) for each in (up, down)):
-        return None
-    num_blocks = len(lists.experts)
-    if x.dtype not in (torch.bfloat16, torch.float16) or num_blocks > _MAX_BLOCKS:
-        return None
-    return choose_hopper_tiles(lists.block_rows, num_blocks, up, down, num_sms(x.device))
-
-
 @cache
 def _progress(device: torch.device) -> Tensor:
     """What programs of experts_hopper.py count; 0 between kernels. For one stream."""
@@ -138,10 +152,9 @@ def _progress(device: torch.device) -> Tensor:
 
 
 def launch_on_hopper(
-    x: Tensor,
+    x: RoundedInputs,
     weights: tuple[ExpertMatrices, ExpertMatrices],
     biases: tuple[Tensor | None, Tensor | None],
-    inner: Tensor,
     out: Tensor,
     routed: Routed,
     epilogue: Epilogue,
@@ -156,17 +169,20 @@ def launch_on_hopper(
     up, down = weights
     assert up.scales is not None
     assert down.scales is not None
-    progress = _progress(x.device)
-    row_tiles = triton.cdiv(inner.shape[1], tiles.rows)
-    grouped_kernel[(min(row_tiles * len(lists.experts), num_sms(x.device)),)](
-        x,
+    num_blocks = len(lists.experts)
+    down_steps = triton.cdiv(down.size, BLOCK)
+    inner = up.values.new_empty((num_tokens * top_k, 2, down_steps * BLOCK))
+    grouped_kernel[(min(down_steps * num_blocks, num_sms(out.device)),)](
+        *x,
+        x.scales.stride(0),
         inner,
+        up.scales.new_empty((num_blocks, down_steps, tokens)),
         out,
-        _stored_descriptor(up, tiles),
+        _stored_descriptor(up),
         up.values,
         up.scales,
         biases[0],
-        _stored_descriptor(down, tiles),
+        _stored_descriptor(down),
         down.scales,
         biases[1],
         lists.rows,
@@ -175,13 +191,11 @@ def launch_on_hopper(
         lists.ends,
         lists.num_blocks,
         routed.weights,
-        progress[1:],
-        progress,
+        _progress(out.device),
         num_tokens,
-        inner.shape[1],
+        down.size,
         up.size,
         len(up.values),
-        x.stride(0),
         up.scales.stride(0),
         up.scales.shape[2],
         down.scales.stride(0),
@@ -193,23 +207,21 @@ def launch_on_hopper(
         SCALE_COLUMNS=(up.scale_columns, down.scale_columns),
         EPILOGUE=int(epilogue),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([2 * tokens, BLOCK], gl.float8e4nv),
-        AT_ONCE=tiles.at_once,
-        OVERLAPS=tiles.overlaps,
         AHEAD=min(tiles.ahead, up.size),
         GATHERING_WARPS=GATHERING_WARPS,
         GATHERING_REGISTERS=GATHERING_REGISTERS,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
-        **launch_options(x.device),
+        num_warps=ROWS // 16,
+        maxnreg=HOPPER_REGISTERS,
+        **launch_options(out.device),
     )
 
 
-def _stored_descriptor(weight: ExpertMatrices, tiles: HopperTiles) -> Any:
+def _stored_descriptor(weight: ExpertMatrices) -> Any:
     """The TMA descriptor of the rows of all experts, for experts_hopper.py."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    shape = [tiles.rows, BLOCK]
+    shape = [ROWS, BLOCK]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
     return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout)
 

@@ -3,19 +3,23 @@
 One kernel computes both of them. Its programs are one for each SM, and each computes one tile after
 the other: two matrices of ROWS rows of an expert's weights (gates and the ups that belong to them,
 or neighbouring rows of the down projection), times the tokens of one block of routing.py's lists.
-One warp loads weights by TMA, STAGES deep and on into the next tile; a warpgroup gathers the
-tokens' inputs; one or two others multiply by wgmma and store.
+One warp loads weights by TMA, STAGES deep and on into the next tile; a warpgroup copies the
+tokens' inputs; two others multiply by wgmma and store.
 
 Down projections follow the gates, and memory does not rest in between: their weights are loaded as
 those of one more tile. Their inputs wait until all gates of the block are there, which are counted
 in memory, and which are there long before, but for the last ones.
 
 FP8 weights go from shared memory to the tensor cores as they are. An FP8 product needs FP8 on both
-sides: each 128 inputs of a token are scaled by a power of two, and split into two
-e4m3 numbers that add up to what a bfloat16 holds (4 bits of its 8 each), so that no weight has to
-be converted, and no input is rounded beyond 2^-17 of the largest one. Both numbers of a token are
-columns of the same product, which reads weights once. The tensor cores add products of FP8 with
-some 14 bits; sums of 128 inputs are added in float32.
+sides: inputs are scaled by a power of two, and split into two e4m3 numbers that add up to what a
+bfloat16 holds (4 bits of its 8 each), so that no weight has to be converted, and no input is
+rounded beyond 2^-17 of the largest one. Both numbers of a token are columns of the same product,
+which reads weights once. The tensor cores add products of FP8 with some 14 bits; sums of 128 inputs
+are added in float32.
+
+Inputs are split once, and then copied by each tile that reads them. Those of the layer come split,
+from the norm before it, and share a scale by _GROUP steps. Those of the down projections are split
+when a tile of gates is stored, whose ROWS are the inputs of a step, which has scales of its own.
 
 While a tile is stored, nothing is multiplied, and soon nothing loaded: what a tile needs of the
 lists is loaded before the tile that precedes it is done.
@@ -26,6 +30,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,9 +40,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
-from octavo.ops.cuda.two_float8 import scales_of_two
+from octavo.ops.cuda.two_float8 import in_two, scales_of_two
+from octavo.ops.quantized import Rounding
 
+# A name that changed between Triton 3.6 and 3.9, where the old one still exists, and fails.
+_copy = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
+
+ROWS = BLOCK  # of each of two matrices in a tile: outputs of gates are the inputs of a step
 _BLOCK = tl.constexpr(BLOCK)  # inputs at once
+_GROUP = tl.constexpr(Rounding.IN_TWO.group // BLOCK)  # steps whose inputs share a scale
 
 
 @gluon.jit
@@ -178,45 +193,16 @@ def _fetch_all(
 
 
 @gluon.jit
-def _in_two(values):
-    """Inputs [TOKENS, BLOCK] as two e4m3 numbers each, and the scale of each token.
-
-    They are split in float16, which holds those of a bfloat16, in fewer instructions than float32.
-    """
-    exact = values.to(gl.float32)
-    factors, scales = scales_of_two(gl.max(gl.abs(exact), 1))
-    halves = (exact * factors[:, None]).to(gl.float16)
-    high = halves.to(gl.float8e4nv)
-    low = (halves - high.to(gl.float16)).to(gl.float8e4nv)
-    return high, low, scales
-
-
-@gluon.jit
 def _sources(rows, places, end, TOP_K: gl.constexpr, GATED: gl.constexpr):
-    """Where in x the inputs of some places in the lists are."""
+    """Where the inputs of some places in the lists are."""
     if GATED:
         return gl.load(rows + places, mask=places < end, other=0) // TOP_K
     return places
 
 
 @gluon.jit
-def _asked(x_rows, is_row, columns, first, size, GATED: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The inputs of AT_ONCE steps, from the input `first` on."""
-    found = ()
-    for i in gl.static_range(AT_ONCE):
-        start = first + i * columns.shape[0]
-        inside = is_row & (columns < size - start)[None, :]
-        if GATED:
-            values = gl.load(x_rows + start, mask=inside, other=0.0)
-        else:  # written by this kernel: what the L1 cache holds may be older
-            values = gl.load(x_rows + start, mask=inside, other=0.0, cache_modifier=".cg")
-        found += (values,)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
 def _gather(
-    x,
+    halves,
     lists,
     done,
     gate_tiles,
@@ -225,90 +211,77 @@ def _gather(
     step,
     row_tiles,
     size,
-    stride,
     num_steps,
     TOP_K: gl.constexpr,
     GATED: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    OVERLAPS: gl.constexpr,
 ):
-    """Load the inputs of a projection, as two e4m3 numbers and a scale; the step after its last
-    one.
+    """Copy the inputs of a projection, in two numbers each, to shared memory; the step after its
+    last one.
 
-    The inputs of AT_ONCE steps are under way together, so as not to wait for each of them; with
-    OVERLAPS, while those before them are split.
+    halves: the numbers, their scales, and how far those of a group are from those of the next one.
     """
+    values, scales, scale_stride = halves
     x_tiles, x_scales, ready, free = buffers
     rows = lists[3]
     STAGES: gl.constexpr = x_tiles.shape[0]
     TOKENS: gl.constexpr = x_tiles.shape[1] // 2
     COLUMNS: gl.constexpr = x_tiles.shape[2]
-    LANES: gl.constexpr = COLUMNS // 8
+    LANES: gl.constexpr = COLUMNS // 16
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+        [1, 16], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
+    SCALES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    slots = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT))
+    numbers = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, LAYOUT))
+    slots = numbers % TOKENS
+    scale_slots = gl.arange(0, TOKENS, layout=SCALES)
     tile = work[0]
     _, begin, end = _first_block(lists, work, row_tiles, GATED)
     source = _sources(rows, begin + slots, end, TOP_K, GATED)
+    scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
     _, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
-    seen = gl.to_tensor(0)
     while tile < work[1]:
-        x_rows = x + source.to(gl.int64)[:, None] * stride + columns[None, :]
+        number = (2 * source + numbers // TOKENS).to(gl.int64)
+        places = values + number[:, None] * size + columns[None, :]
         is_row = (begin + slots < end)[:, None]
+        block = tile // row_tiles
+        if GATED:
+            scale_places = scales + scale_source
+        else:
+            scale_places = scales + block * num_steps * TOKENS + scale_slots
         begin, end = next_begin, next_end
         source = _sources(rows, begin + slots, end, TOP_K, GATED)
-        following = _following(tile, work)
-        _, next_begin, next_end = _next_block(lists, following, work, row_tiles)
+        scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
+        tile = _following(tile, work)
+        _, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
         if not GATED:
+            seen = gl.to_tensor(0)
             while seen < gate_tiles:
-                seen = gl.atomic_add(done + tile // row_tiles, 0, sem="acquire", scope="gpu")
-        if OVERLAPS:
-            later = _asked(x_rows, is_row, columns, 0, size, GATED, AT_ONCE)
-        for start in range(0, num_steps, AT_ONCE):
-            if OVERLAPS:
-                loaded = later
-                first = (start + AT_ONCE) * COLUMNS
-                later = _asked(x_rows, is_row, columns, first, size, GATED, AT_ONCE)
-            else:
-                first = start * COLUMNS
-                loaded = _asked(x_rows, is_row, columns, first, size, GATED, AT_ONCE)
-            if (not GATED) & (start == 0):  # looks for the next tile's gates meanwhile
-                block = gl.minimum(following, work[1] - 1) // row_tiles
                 seen = gl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
-            for i in gl.static_range(AT_ONCE):
-                if start + i < num_steps:
-                    stage = (step + i) % STAGES
-                    parity = ((step + i) // STAGES + 1) & 1
-                    high, low, scales = _in_two(loaded[i])
-                    mbarrier.wait(free.index(stage), parity)
-                    both = gl.join(high, low).permute((2, 0, 1)).reshape([2 * TOKENS, COLUMNS])
-                    x_tiles.index(stage).store(both)
-                    x_scales.index(stage).store(scales)
-                    fence_async_shared()
-                    _barrier()
-                    mbarrier.arrive(ready.index(stage), count=1)
-            step += gl.minimum(AT_ONCE, num_steps - start)
-        tile = following
+        for k in range(num_steps):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
+            group = k // _GROUP if GATED else k
+            inside = is_row & (columns < size - k * COLUMNS)[None, :]
+            _copy(x_tiles.index(stage), places + k * COLUMNS, mask=inside)
+            _copy(x_scales.index(stage), scale_places + group * scale_stride)
+            async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+            step += 1
     return step
 
 
 @gluon.jit
 def _gather_all(
-    x,
+    halves,
     inner,
     lists,
     num_blocks,
     progress,
     buffers,
     shapes,
-    sizes,
-    strides,
+    size,
     num_steps,
     TOP_K: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads inputs."""
@@ -320,12 +293,12 @@ def _gather_all(
     gates = _gates(num, gate_tiles)
     downs = _downs(num, down_tiles, gate_tiles, num_steps[0], num_steps[1])
     step = _gather(
-        x, lists, done, gate_tiles, buffers, gates, gl.to_tensor(0),
-        gate_tiles, sizes[0], strides[0], num_steps[0], TOP_K, True, AT_ONCE, OVERLAPS,
+        halves, lists, done, gate_tiles, buffers, gates, gl.to_tensor(0),
+        gate_tiles, size, num_steps[0], TOP_K, True,
     )  # fmt: skip
     _gather(
         inner, lists, done, gate_tiles, buffers, downs, step,
-        down_tiles, sizes[1], strides[1], num_steps[1], TOP_K, False, AT_ONCE, OVERLAPS,
+        down_tiles, num_steps[1] * _BLOCK, num_steps[1], TOP_K, False,
     )  # fmt: skip
     # The last program to get here, after which none waits, has the counters ready for the next
     # layer.
@@ -376,6 +349,35 @@ def _store_to(acc, out, targets, row, num_outputs, GATED: gl.constexpr, STORE: g
 
 
 @gluon.jit
+def store_halves(high, low, out, begin, end, row, size, STORE: gl.constexpr):
+    """Write both numbers of outputs from `row` on, [ROWS, TOKENS], to out [places, 2, size]."""
+    places = begin + gl.arange(0, high.shape[1], layout=gl.SliceLayout(0, STORE))
+    outputs = row + gl.arange(0, high.shape[0], layout=gl.SliceLayout(1, STORE))
+    targets = out + places.to(gl.int64)[None, :] * (2 * size) + outputs[:, None]
+    inside = (places < end)[None, :] & (outputs < size)[:, None]
+    gl.store(targets, high, mask=inside)
+    gl.store(targets + size, low, mask=inside)
+
+
+@gluon.jit
+def _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE: gl.constexpr):
+    """Write acc [ROWS, TOKENS], a tile of gates, as two e4m3 numbers each, and their scales; zeros
+    where it goes beyond the end."""
+    values, scales, _ = out
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    row = tile % row_tiles * ROWS
+    outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    acc = gl.where((outputs < num_outputs)[:, None], acc, 0.0)
+    factors, of_tokens = scales_of_two(gl.max(gl.abs(acc), 0))
+    high, low = in_two(gl.convert_layout(acc * factors[None, :], STORE))
+    store_halves(high, low, values, begin, end, row, row_tiles * ROWS, STORE)
+    slots = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(scales + tile * TOKENS + slots, of_tokens)
+
+
+@gluon.jit
 def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
     """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
 
@@ -392,12 +394,81 @@ def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.c
 
 
 @gluon.jit
-def _of_both(sums, LAYOUT: gl.constexpr):
-    """[ROWS, 2 TOKENS], sums of all tokens' first numbers and then of the second ones -> [ROWS,
-    TOKENS]."""
-    halves = sums.reshape([sums.shape[0], 2, sums.shape[1] // 2]).permute((0, 2, 1))
+def _product(tiles, x_tiles, stage, LAYOUT: gl.constexpr):
+    """Begin to multiply weights and inputs."""
+    xs = x_tiles.index(stage).permute((1, 0))
+    ROWS: gl.constexpr = tiles.shape[1]
+    COLUMNS: gl.constexpr = x_tiles.shape[1]
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    return warpgroup_mma(tiles.index(stage), xs, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(sums, part, of_token, own, SCALE_COLUMNS: gl.constexpr):
+    """sums plus those of a step, part [ROWS, 2 TOKENS]: of all tokens' first numbers, and then of
+    the second ones."""
+    halves = part.reshape([part.shape[0], 2, part.shape[1] // 2]).permute((0, 2, 1))
     high, low = gl.split(halves)
-    return gl.convert_layout(high + low, LAYOUT, assert_trivial=True)
+    scales = of_token[None, :]
+    if SCALE_COLUMNS > 0:
+        scales = scales * own[:, None]
+    return sums + gl.convert_layout(high + low, sums.type.layout, assert_trivial=True) * scales
+
+
+@gluon.jit
+def _add_steps(
+    acc,
+    up,
+    buffers,
+    step,
+    own_scales,
+    up_scales,
+    k,
+    SCALE_COLUMNS: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """acc and up plus the sums of COUNT steps, of which k is the first, and the step after them:
+    those of one matrix are added while the other is multiplied."""
+    tiles, up_tiles, x_tiles, x_scales, ready, free = buffers
+    STAGES: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    BOTH: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
+    )
+    BY_TOKEN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    stage = step % STAGES
+    up_part = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
+    of_token = gl.zeros([TOKENS], gl.float32, BY_TOKEN)
+    own = 1.0
+    up_own = 1.0
+    next_up_own = 1.0
+    for i in gl.static_range(COUNT):
+        before = stage
+        stage = step % STAGES
+        if SCALE_COLUMNS > 0:
+            column = (k + i) * _BLOCK // SCALE_COLUMNS
+            own = gl.load(own_scales + column)
+            next_up_own = gl.load(up_scales + column)
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        fence_async_shared()  # copies of inputs, unlike those by TMA, need it
+        part = _product(tiles, x_tiles, stage, BOTH)
+        if i > 0:
+            up_part = warpgroup_mma_wait(1, deps=[up_part])
+            _barrier()
+            mbarrier.arrive(free.index(before), count=1)
+            up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
+        up_part = _product(up_tiles, x_tiles, stage, BOTH)
+        of_token = x_scales.index(stage).load(BY_TOKEN)
+        part = warpgroup_mma_wait(1, deps=[part])
+        acc = _added(acc, part, of_token, own, SCALE_COLUMNS)
+        up_own = next_up_own
+        step += 1
+    up_part = warpgroup_mma_wait(0, deps=[up_part])
+    _barrier()
+    mbarrier.arrive(free.index(stage), count=1)
+    up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
+    return acc, up, step
 
 
 @gluon.jit
@@ -420,18 +491,12 @@ def _multiply(
     GATED: gl.constexpr,
 ):
     """Multiply and store a projection; the step after its last one."""
-    tiles, up_tiles, x_tiles, x_scales, ready, free = buffers
     weight_scales, bias, scale_stride, num_scales = factors
     num_outputs, row_tiles, per_expert = shape
-    STAGES: gl.constexpr = tiles.shape[0]
-    ROWS: gl.constexpr = tiles.shape[1]
-    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
-    COLUMNS: gl.constexpr = x_tiles.shape[2]
+    ROWS: gl.constexpr = buffers[0].shape[1]
+    TOKENS: gl.constexpr = buffers[2].shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 32]
-    )
-    BOTH: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     STORE: gl.constexpr = gl.BlockedLayout(  # as in `_store`
@@ -440,7 +505,6 @@ def _multiply(
     tile = work[0]
     next_expert, next_begin, next_end = _first_block(lists, work, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
-    none = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
     while tile < work[1]:
         expert, begin, end = next_expert, next_begin, next_end
         next_expert, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
@@ -455,34 +519,21 @@ def _multiply(
         first_scale = weight_scales + expert.to(gl.int64) * scale_stride
         own_scales = first_scale + rows // SCALE_ROWS * num_scales
         up_scales = first_scale + up_rows // SCALE_ROWS * num_scales
-        own = gl.load(own_scales)
-        up_own = gl.load(up_scales)
-        targets = _targets(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
-        for k in range(num_steps):
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            xs = x_tiles.index(stage).permute((1, 0))
-            part = warpgroup_mma(tiles.index(stage), xs, none, use_acc=False, is_async=True)
-            up_part = warpgroup_mma(up_tiles.index(stage), xs, none, use_acc=False, is_async=True)
-            of_token = x_scales.index(stage).load(gl.SliceLayout(0, LAYOUT))[None, :]
-            if SCALE_COLUMNS > 0:
-                following = gl.minimum(k + 1, num_steps - 1) * COLUMNS // SCALE_COLUMNS
-                next_own = gl.load(own_scales + following)
-                up_next_own = gl.load(up_scales + following)
-            part, up_part = warpgroup_mma_wait(0, deps=[part, up_part])
-            _barrier()
-            mbarrier.arrive(free.index(stage), count=1)
-            part = _of_both(part, LAYOUT)
-            up_part = _of_both(up_part, LAYOUT)
-            if SCALE_COLUMNS > 0:
-                acc = acc + part * (of_token * own[:, None])
-                up = up + up_part * (of_token * up_own[:, None])
-                own = next_own
-                up_own = up_next_own
-            else:
-                acc = acc + part * of_token
-                up = up + up_part * of_token
-            step += 1
+        if SCALE_COLUMNS == 0:
+            own = gl.load(own_scales)
+            up_own = gl.load(up_scales)
+        if not GATED:
+            targets = _targets(
+                lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE
+            )
+        for k in range(0, num_steps - 1, 2):
+            acc, up, step = _add_steps(
+                acc, up, buffers, step, own_scales, up_scales, k, SCALE_COLUMNS, 2
+            )
+        if num_steps % 2 > 0:
+            acc, up, step = _add_steps(
+                acc, up, buffers, step, own_scales, up_scales, num_steps - 1, SCALE_COLUMNS, 1
+            )
         if SCALE_COLUMNS == 0:
             acc = acc * own[:, None]
             up = up * up_own[:, None]
@@ -492,11 +543,11 @@ def _multiply(
             up = up + gl.load(places + up_rows).to(gl.float32)[:, None]
         if GATED:
             acc = _activate_gated(acc, up, EPILOGUE)
-        _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-        if GATED:
+            _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE)
             _barrier()  # all threads have stored
             gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
         else:
+            _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
             _store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
         tile = _following(tile, work)
     return step
@@ -537,10 +588,15 @@ def _multiply_all(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "up_scale_stride", "down_scale_stride"])
+@gluon.jit(
+    do_not_specialize=["num_tokens", "factor_stride", "up_scale_stride", "down_scale_stride"]
+)
 def grouped_kernel(
     x,
+    x_factors,
+    factor_stride,
     inner,
+    inner_scales,
     out,
     up,
     up_values,
@@ -555,13 +611,11 @@ def grouped_kernel(
     ends,
     num_blocks,
     shares,
-    done,
-    finished,
+    progress,
     num_tokens,
     num_inner,
     size,
     num_experts,
-    stride,
     up_scale_stride,
     up_num_scales,
     down_scale_stride,
@@ -573,8 +627,6 @@ def grouped_kernel(
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     X_LAYOUT: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     AHEAD: gl.constexpr,
     GATHERING_WARPS: gl.constexpr,
     GATHERING_REGISTERS: gl.constexpr,
@@ -585,8 +637,11 @@ def grouped_kernel(
     All programs have to fit on the SMs together: down projections wait for the gates of others.
 
     Args:
-        x: [num_tokens, size] with rows of `stride`.
-        inner: [num_tokens * TOP_K, num_inner], results of the activation in the order of `rows`.
+        x, x_factors: RoundedInputs in two numbers, [num_tokens, 2, size], and scales of tokens for
+            each _GROUP steps, with rows of `factor_stride`.
+        inner: [num_tokens * TOP_K, 2, inputs of all steps of the down projection], results of the
+            activation in the order of `rows`.
+        inner_scales: [max_blocks, steps of the down projection, TOKENS].
         out: [TOP_K, num_tokens, size].
         up, down: descriptors of ExpertMatrices.values, all experts' rows one below the other.
         up_values: what `up` describes.
@@ -594,10 +649,9 @@ def grouped_kernel(
             `..._num_scales` of a row, or of a row of blocks.
         rows, experts, begins, ends, num_blocks: BlockLists.
         shares: [num_tokens, TOP_K], weights of the results.
-        done: of each block, how many tiles of gates are in `inner`: 0 between launches.
-        finished: how many programs wait for none any more: 0 between launches.
+        progress: how many programs wait for none any more; and of each block, how many tiles of
+            gates are in `inner`: 0 between launches.
         SCALE_ROWS, SCALE_COLUMNS: of both projections.
-        AT_ONCE, OVERLAPS: see _gather.
         AHEAD: see _fetch_to_l2.
         X_LAYOUT: of the inputs of a step in shared memory.
     """
@@ -611,12 +665,13 @@ def grouped_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=1 + 32 * GATHERING_WARPS)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     lists = (experts, begins, ends, rows)
+    done = progress + 1
     # Of a projection: outputs, tiles of rows, and rows of an expert.
     shapes = (
         (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
@@ -636,7 +691,7 @@ def grouped_kernel(
                         (up_scales, up_bias, up_scale_stride, up_num_scales),
                         (down_scales, down_bias, down_scale_stride, down_num_scales),
                     ),
-                    inner,
+                    (inner, inner_scales, TOKENS),
                     out,
                     shares,
                     shapes,
@@ -652,19 +707,16 @@ def grouped_kernel(
             (
                 _gather_all,
                 (
-                    x,
-                    inner,
+                    (x, x_factors, factor_stride),
+                    (inner, inner_scales, TOKENS),
                     lists,
                     num_blocks,
-                    (done, finished),
+                    (done, progress),
                     (x_tiles, x_scales, ready, free),
                     shapes,
-                    (size, num_inner),
-                    (stride, num_inner),
+                    size,
                     num_steps,
                     TOP_K,
-                    AT_ONCE,
-                    OVERLAPS,
                     PDL,
                 ),
             ),

@@ -46,7 +46,7 @@ from octavo.ops.cuda.expert_tables import (
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
-from octavo.ops.cuda.experts_hopper import _store
+from octavo.ops.cuda.experts_hopper import _store, store_halves
 from octavo.ops.cuda.experts_one_mx import mix_one_mx
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
@@ -300,19 +300,13 @@ def _store_in_two(acc, out, target, row):
     """Write acc [ROWS, TOKENS], outputs from `row` on and below 64, as the down projection takes
     them: e4m3 [places, 2, num_outputs] of _BOUNDED times as much."""
     ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
     LANES: gl.constexpr = ROWS // 8
     STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
     begin, end, _, num_outputs = target
     high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
-    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
-    outputs = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-    targets = out + places.to(gl.int64)[None, :] * (2 * num_outputs) + outputs[:, None]
-    inside = (places < end)[None, :] & (outputs < num_outputs)[:, None]
-    gl.store(targets, high, mask=inside)
-    gl.store(targets + num_outputs, low, mask=inside)
+    store_halves(high, low, out, begin, end, row, num_outputs, STORE)
 
 
 @gluon.jit
@@ -686,6 +680,10 @@ class MxExperts:
             ExpertProjection(up_tables, weights.up_bias, epilogue),
             ExpertProjection(down_tables, weights.down_bias, Epilogue.NONE),
         )
+
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        """See ExpertsKernel.takes_in_two."""
+        return False
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
