@@ -225,7 +225,8 @@ def decode_config(
 
 def _pays_with_two_warps(num_pairs: int, padded: int) -> bool:
     """Whether programs of two warps and four tiles in flight are faster than smaller and more ones,
-    of heads of 64 or 128: they are where three on each SM have about equally much to do."""
+    of heads of 64 or 128: they are where about as many have something to do as fit, four on an SM.
+    """
     if num_pairs <= _SMS // 2 or num_pairs * padded > 2**15:
         return False
     num_programs = _SMS * 4
