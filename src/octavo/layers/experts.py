@@ -98,8 +98,8 @@ class ExpertsMethod(WeightOwner):
         raise NotImplementedError
 
     def takes_in_two(self, num_tokens: int) -> bool:
-        """See ExpertsKernel.takes_in_two."""
-        raise NotImplementedError
+        """See ExpertsKernel.takes_in_two; what has no such kernel need not say so."""
+        return False
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; of this rank's intermediate elements."""
@@ -116,7 +116,7 @@ class LoadedExperts(ExpertsMethod):
         inner = config.intermediate_size
         self.up_bias = _parameter(experts, 2 * inner) if config.bias else None
         self.down_bias = _parameter(experts, size) if config.has_down_bias else None
-        self._kernel: ExpertsKernel
+        self._kernel: ExpertsKernel | None = None  # a subclass may compute otherwise
 
     def places(self, expert: int) -> tuple[Place, Place, Place]:
         """Where the gates, ups and down weights of one expert go: [out_features, in_features]."""
@@ -159,10 +159,12 @@ class LoadedExperts(ExpertsMethod):
 
     def takes_in_two(self, num_tokens: int) -> bool:
         """See ExpertsMethod.takes_in_two."""
-        return self._kernel.takes_in_two(num_tokens, self.config.routing.top_k)
+        top_k = self.config.routing.top_k
+        return self._kernel is not None and self._kernel.takes_in_two(num_tokens, top_k)
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsMethod.forward_partial."""
+        assert self._kernel is not None, "finalize makes it"
         return self._kernel.apply_partial(hidden, routed)
 
     def _biases(self) -> tuple[Tensor | None, Tensor | None]:
