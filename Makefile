@@ -79,13 +79,14 @@ bench: $(DEV)  ## core overhead, memory waste, CPU throughput
 	    --max-num-batched-tokens 2560
 	$(BIN)/python benchmarks/cpu_throughput.py
 
-$(RUNTIME): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(RUNTIME): pyproject.toml | $(BIN)/python
 	@$(BIN)/python tools/install.py
 	@touch $@
 
-$(DEV): pyproject.toml  # brings what octavo itself needs along
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(DEV): pyproject.toml | $(BIN)/python  # brings what octavo itself needs along
 	@$(BIN)/python tools/install.py dev
 	@touch $(RUNTIME) $@
 

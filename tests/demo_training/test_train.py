@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _held_out_rows_once() -> Iterator[None]:
-    """They take seconds, and are the same whoever makes them."""
+    """Making them takes seconds, and gives the same rows to every trainer."""
     make, made = Trainer._held_out_rows, {}
 
     def make_once(self: Trainer) -> dict[str, NDArray[np.uint16]]:

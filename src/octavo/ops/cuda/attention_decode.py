@@ -207,7 +207,7 @@ def decode_config(
         return DecodeConfig(tile, 4, 2, _SMS, is_early=True, min_split=tile, combined=128)
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
-    is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
+    is_evenly_cut = num_pairs <= _SMS // 2 and _cuts_evenly(_SMS, num_pairs)
     if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
         if 8 <= group <= 16 and padded == 128 and num_pairs <= 16:
             return DecodeConfig(32, 1, num_stages=2, num_programs=_SMS)
@@ -229,9 +229,12 @@ def _pays_with_two_warps(num_pairs: int, padded: int) -> bool:
     """
     if num_pairs <= _SMS // 2 or num_pairs * padded > 2**15:
         return False
-    num_programs = _SMS * 4
-    is_even = num_programs // num_pairs * num_pairs >= 0.9 * num_programs
-    return is_even or num_pairs <= 160 or padded == 64
+    return num_pairs <= 160 or padded == 64 or _cuts_evenly(_SMS * 4, num_pairs)
+
+
+def _cuts_evenly(num_programs: int, num_pairs: int) -> bool:
+    """Whether most programs have something to do, if all pairs have equally many."""
+    return num_programs // num_pairs * num_pairs >= 0.9 * num_programs
 
 
 @triton.jit

@@ -28,7 +28,6 @@ GATHERING_WARPS = 4
 GATHERING_REGISTERS = 88  # of a thread
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
-_MAX_HOPPER_STAGES = 12
 _ONE_TOKEN_ELEMENTS = 8192  # of weights that a program for one token loads at once, of each kind
 
 

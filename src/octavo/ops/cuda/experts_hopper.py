@@ -378,22 +378,6 @@ def _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE: gl.
 
 
 @gluon.jit
-def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
-    """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
-
-    target: first and last place, and numbers of tokens and outputs.
-    """
-    begin, end, num_tokens, num_outputs = target
-    ROWS: gl.constexpr = acc.shape[0]
-    # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
-    STORE: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
-    )
-    targets = _targets(rows, shares, begin, end, num_tokens, acc.shape[1], TOP_K, GATED, STORE)
-    _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-
-
-@gluon.jit
 def _product(tiles, x_tiles, stage, LAYOUT: gl.constexpr):
     """Begin to multiply weights and inputs."""
     xs = x_tiles.index(stage).permute((1, 0))
@@ -499,7 +483,8 @@ def _multiply(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 32]
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    STORE: gl.constexpr = gl.BlockedLayout(  # as in `_store`
+    # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
+    STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
     )
     tile = work[0]

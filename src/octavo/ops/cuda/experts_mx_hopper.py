@@ -46,7 +46,7 @@ from octavo.ops.cuda.expert_tables import (
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
-from octavo.ops.cuda.experts_hopper import _store, store_halves
+from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import mix_one_mx
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
@@ -293,6 +293,22 @@ def _of_both(sums):
     """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
     high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
     return high + low * (1.0 / _LOW)
+
+
+@gluon.jit
+def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
+    """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
+
+    target: first and last place, and numbers of tokens and outputs.
+    """
+    begin, end, num_tokens, num_outputs = target
+    ROWS: gl.constexpr = acc.shape[0]
+    # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
+    )
+    targets = _targets(rows, shares, begin, end, num_tokens, acc.shape[1], TOP_K, GATED, STORE)
+    _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
 
 
 @gluon.jit

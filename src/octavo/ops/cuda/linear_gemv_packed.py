@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.ops.cuda.linear_hopper import _finish
-from octavo.ops.cuda.linear_hopper_quantized import _stacked_rows
+from octavo.ops.cuda.linear_hopper_quantized import _interleave, _stacked_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
@@ -168,15 +168,12 @@ def _weights(words):
     parts = gl.inline_asm_elementwise(
         _UNPACK,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        [words],
+        [words.reshape([WARPS * ROWS, _WIDTH])],
         dtype=(gl.int8,) * 8,
         is_pure=True,
         pack=4,
     )
-    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
-    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
-    joined = gl.join(first, second).permute((0, 1, 3, 4, 5, 2))
-    return joined.reshape([WARPS, ROWS, _BLOCK])
+    return _interleave(parts).reshape([WARPS, ROWS, _BLOCK])
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
 MOST_IN_TWO = 16  # tokens whose inputs are two e4m3 numbers each; more were not measured
 _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
+_MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
 _FEWEST_TOKENS = 8  # of a tile
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
@@ -138,7 +139,8 @@ def candidates(product: Product) -> tuple[Choice, ...]:
 
 
 def _packed_programs(product: Product) -> PackedPrograms | None:
-    """Of linear_gemv_packed.py's kernel, for layers of up to 4,096 inputs and outputs.
+    """Of linear_gemv_packed.py's kernel, for layers of as many inputs as a program takes, or of so
+    few outputs that they are left as partial sums.
 
     There is no choice to measure: in turns with another kernel, each of the two takes longer than
     alone.
@@ -147,9 +149,8 @@ def _packed_programs(product: Product) -> PackedPrograms | None:
         return None
     if product.group and product.group < BLOCK:
         return None
-    leaves_partial_sums = product.num_rows <= _MOST_BY_ONE and not product.is_gated
     splits = triton.cdiv(product.size, _MOST_BY_ONE)
-    if splits > 1 and not leaves_partial_sums:
+    if splits > 1 and (product.is_gated or product.num_rows > _MOST_ROWS_IN_PARTS):
         return None
     return PackedPrograms(16, _WARPS_BY_ONE, splits)
 
