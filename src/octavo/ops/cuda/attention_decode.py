@@ -29,9 +29,13 @@ in flight):
 Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven fit
 on an SM, take half the time there and lose nothing elsewhere. For 1 x 8,192, one program per SM
 with 128 keys per tile leaves less to combine, except where a KV head has eight query heads (1 x
-4,096, 32 / 4: 31 us, with small programs 21). Prefetching the first tiles before the preceding
-kernel has ended gave 0.90 to 1.00 of the speed; adding the new token after the cached ones took 0.5
+4,096, 32 / 4: 31 us, with small programs 21). Adding the new token after the cached ones took 0.5
 to 1 us longer for one sequence.
+
+Where four programs share an SM, or one has it, they fetch their first 32 or 64 keys to the L2 cache
+before the preceding kernel has ended, and load them when the queries have come: 0.3 to 1 us less
+for 4 to 64 sequences (docs/performance.md, Decode steps). A few more keys cost what they save:
+memory is not idle then. Eight and more programs on an SM lose by it.
 
 Heads of 256 (Gemma 3, tiles of 16 keys; by warps, tiles in flight and programs):
                           2, 4, 528   1, 2, 1056   1, 3, 1056
@@ -105,7 +109,13 @@ from octavo.ops.cuda.paged import (
     tile_blocks,
     unscaled,
 )
-from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
+from octavo.ops.cuda.pdl import (
+    allow_next,
+    fetch_to_l2,
+    launch_options,
+    not_before,
+    wait_previous,
+)
 from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
 
@@ -139,6 +149,7 @@ class DecodeConfig:
     is_early: bool = False  # loads its first tile before the preceding kernels have ended
     min_split: int = MIN_SPLIT  # keys that a split has at least
     combined: int = 32  # elements of partial results for each thread, up to which splits are many
+    fetched: int = 0  # keys fetched to the L2 cache before the preceding kernel has ended
 
     def combined_splits(self, group: int, head_dim: int) -> int:
         """Up to how many splits of `group` query heads combining them costs little."""
@@ -207,15 +218,14 @@ def decode_config(
         return DecodeConfig(tile, 4, 2, _SMS, is_early=True, min_split=tile, combined=128)
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
-    is_evenly_cut = num_pairs <= _SMS // 2 and _cuts_evenly(_SMS, num_pairs)
-    if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
+    has_room = shared_memory >= MUCH_SHARED_MEMORY
+    is_measured = 1 < group <= 16 and padded in (64, 128) and not is_fp8
+    if has_room and is_measured and _pays_with_two_warps(num_pairs, padded):
+        return DecodeConfig(4096 // padded, 2, num_stages=4, num_programs=_SMS * 4, fetched=32)
+    if has_room and num_pairs <= _SMS // 2 and _cuts_evenly(_SMS, num_pairs):  # takes 138 KB
         if 8 <= group <= 16 and padded == 128 and num_pairs <= 16:
             return DecodeConfig(32, 1, num_stages=2, num_programs=_SMS)
-        return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
-    is_measured = 1 < group <= 16 and padded in (64, 128) and not is_fp8
-    is_measured &= shared_memory >= MUCH_SHARED_MEMORY
-    if is_measured and _pays_with_two_warps(num_pairs, padded):
-        return DecodeConfig(4096 // padded, 2, num_stages=4, num_programs=_SMS * 4)
+        return DecodeConfig(max(16, 16384 // padded), 4, 3, num_programs=_SMS, fetched=64)
     if padded > 256 or group > 16:  # too much for the registers of one warp
         return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
     if padded <= 128 and group == 1 and num_pairs >= 512:
@@ -227,7 +237,7 @@ def _pays_with_two_warps(num_pairs: int, padded: int) -> bool:
     """Whether programs of two warps and four tiles in flight are faster than smaller and more ones,
     of heads of 64 or 128: they are where about as many have something to do as fit, four on an SM.
     """
-    if num_pairs <= _SMS // 2 or num_pairs * padded > 2**15:
+    if num_pairs < (64 if padded == 64 else _SMS // 2 + 1) or num_pairs * padded > 2**15:
         return False
     return num_pairs <= 160 or padded == 64 or _cuts_evenly(_SMS * 4, num_pairs)
 
@@ -472,11 +482,12 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     PAIRED: tl.constexpr,
     EARLY: tl.constexpr,
+    FETCHED: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
-    ended."""
+    ended. FETCHED: so many blocks of keys are fetched to the L2 cache until then."""
     allow_next(PDL)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
@@ -501,6 +512,11 @@ def _decode_kernel(
             keys, values, blocks, begin, end, block_stride,
             TILE, BLOCK_SIZE, HEAD_DIM, DIM_PAD, PAIRED, True,
         )  # fmt: skip
+    elif PDL and FETCHED > 0:
+        index = begin // BLOCK_SIZE + tl.arange(0, FETCHED)
+        inside = index * BLOCK_SIZE < end
+        fetched = tl.load(table + index, mask=inside, other=0, eviction_policy=REREAD)
+        fetch_to_l2(keys + fetched.to(tl.int64) * block_stride, 2 * BLOCK_SIZE * HEAD_DIM)
     # Constants, too: later, their layouts would be changed one after the other before queries load.
     c, s = load_angles(position, cos, sin, DIM_PAD, ROTARY_HALF, INTERLEAVED)
     q_weight, q_partner_weight = load_weights(
@@ -733,6 +749,7 @@ def decode_attention(
         PRECISION=precision_of(query.dtype),
         PAIRED=kv_scales is not None and head_dim % 2 == 0,
         EARLY=config.is_early,
+        FETCHED=power_of_2(-(-config.fetched // block_size)) if config.fetched else 0,
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
