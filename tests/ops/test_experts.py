@@ -534,8 +534,8 @@ def test_mxfp4_on_hopper(
     size: int,
 ) -> None:
     """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
-    that no tile divides, several tiles for a program, blocks of several tiles of tokens, and tiles
-    of which more or less is computed."""
+    that no tile divides, tiles that programs claim, blocks of several tiles of tokens, and tiles of
+    which more or less is computed."""
     for module, name in (
         (experts_mx_hopper, "grouped_mx_kernel"),
         (experts_mx_hopper, "split_kernel"),

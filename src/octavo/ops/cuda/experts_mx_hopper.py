@@ -9,17 +9,17 @@ difference; 1.7e-3 by bfloat16's products, whose gates are rounded; 6e-4 if sums
 added in float32, which takes 2% to 13% more time). This grows with the number of inputs.
 
 Programs are as many as fit on the SMs, and each computes one tile after the other: ROWS rows of
-each of two matrices (expert_tables.py) times the tokens of a block. One warp fetches weights,
-another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into e4m3, the
-left operand in registers, by 10 operations for 8 weights and their scale, multiplies and stores.
-Most experts have fewer tokens than a tile holds: of its second half, only the quarters that have
-tokens are fetched and multiplied. One token has kernels of its own (experts_one_mx.py).
+each of two matrices (expert_tables.py) times the tokens of a block. One warp claims tiles, the
+next one while a tile is computed: some SMs read memory faster than others. One warp fetches
+weights, another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into
+e4m3, the left operand in registers, by 10 operations for 8 weights and their scale, multiplies and
+stores. Most experts have fewer tokens than a tile holds: of its second half, only the quarters that
+have tokens are fetched and multiplied. One token has kernels of its own (experts_one_mx.py).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -62,13 +62,14 @@ NUM_SMS = 132
 MAX_TOKENS = 64  # of a tile
 MORE = 2  # quarters into which the second half of a tile is cut
 LEAST_DIVIDED = 32  # tokens of a tile with such quarters
-# How many programs may share an SM, by tokens of a tile.
-PROGRAMS: dict[int, tuple[int, ...]] = {16: (3, 4), 32: (3,), 64: (2,)}
+# How many programs share an SM, by tokens of a tile.
+PROGRAMS = {16: 4, 32: 3, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
 _LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
+_CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
 
 
@@ -130,25 +131,74 @@ def split_kernel(
 
 
 @gluon.jit
-def _task(
-    lists,
-    tile,
-    row_tiles,
-    num_steps,
-    TOKENS: gl.constexpr,
-    PARTS: gl.constexpr,
-):
-    """Of a tile of TOKENS tokens: its expert, where its tokens begin and end, and how many steps it
-    takes: none for a part without tokens."""
+def _block_of(lists, tile, row_tiles, TOKENS: gl.constexpr, PARTS: gl.constexpr):
+    """Of a tile of TOKENS tokens: its expert, and where its tokens begin and end; a part without
+    tokens does not end behind where it begins."""
     place = tile // row_tiles
     block = place // PARTS
     expert = gl.load(lists[0] + block, cache_modifier=".cg")
     begin = gl.load(lists[1] + block, cache_modifier=".cg") + place % PARTS * TOKENS
-    end = gl.load(lists[2] + block, cache_modifier=".cg")
-    count = num_steps
-    if PARTS > 1:
-        count = gl.where(begin < end, count, 0)
-    return expert, begin, end, count
+    return expert, begin, gl.load(lists[2] + block, cache_modifier=".cg")
+
+
+@gluon.jit
+def _claim(lists, num_blocks, claims, board, row_tiles, TOKENS: gl.constexpr, PARTS: gl.constexpr):
+    """The partition that finds work: a program's first tile is its own, and others belong to who
+    claims them first, since not all SMs read equally fast.
+
+    Each program with a tile claims until there is none, and so the last claim of all is known by
+    its number: whoever has it makes `claims` 0 again.
+    """
+    num_programs = gl.num_programs(0)
+    tile = gl.program_id(0)
+    # Asked for without waiting for the number of blocks: behind the last one lists hold anything.
+    expert, begin, end = _block_of(lists, tile, row_tiles, TOKENS, PARTS)
+    num_tiles = gl.load(num_blocks, cache_modifier=".cg") * (PARTS * row_tiles)
+    turn = gl.to_tensor(0)
+    while tile < num_tiles:
+        if begin < end:
+            _announce(board, turn, expert, tile % row_tiles, begin, end)
+            turn += 1
+        mbarrier.wait(board[2].index(0), (turn + 1) & 1)
+        tile = num_programs + gl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        if tile == num_tiles + num_programs - 1:
+            gl.store(claims, 0)
+        some = gl.minimum(tile, num_tiles - 1)
+        expert, begin, end = _block_of(lists, some, row_tiles, TOKENS, PARTS)
+    _announce(board, turn, -1, 0, 0, 0)
+
+
+@gluon.jit
+def _announce(board, turn, expert, row_tile, begin, end):
+    """Tell the other partitions the next tile, as soon as all have read the one before."""
+    fields, written, taken = board
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    i = gl.arange(0, 4, layout=LAYOUT)
+    task = gl.where(i == 0, expert, gl.where(i == 1, row_tile, gl.where(i == 2, begin, end)))
+    mbarrier.wait(taken.index(0), (turn + 1) & 1)
+    fields.store(task)
+    _barrier()
+    mbarrier.arrive(written.index(0), count=1)
+
+
+@gluon.jit
+def _task(board, turn):
+    """What `_claim` has found: an expert, -1 when there is no more work, the number of the tile
+    among those of its rows, and where its tokens begin and end.
+
+    board: shared memory with that, a barrier that `_claim` arrives at when it is there, and one
+        that each other partition arrives at when the next tile may be claimed.
+    """
+    fields, written, _taken = board
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    mbarrier.wait(written.index(0), turn & 1)
+    task = fields.load(LAYOUT)
+    i = gl.arange(0, 4, layout=LAYOUT)
+    _barrier()
+    expert = gl.sum(gl.where(i == 0, task, 0), 0)
+    row_tile = gl.sum(gl.where(i == 1, task, 0), 0)
+    begin = gl.sum(gl.where(i == 2, task, 0), 0)
+    return expert, row_tile, begin, gl.sum(gl.where(i == 3, task, 0), 0)
 
 
 @gluon.jit
@@ -159,26 +209,20 @@ def _num_more(begin, end, FIRST: gl.constexpr, MORE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(
-    lists,
-    num_blocks,
-    buffers,
-    weights,
-    row_tiles,
-    num_steps,
-    TOKENS: gl.constexpr,
-    PARTS: gl.constexpr,
-):
+def _fetch(board, buffers, weights, row_tiles, num_steps):
     """The partition that loads weights."""
     tiles, shift_tiles, _x_tiles, _more_tiles, ready, free = buffers
     weight, shifts = weights
     STAGES: gl.constexpr = tiles.shape[0]
     BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
-    step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        expert, _begin, _end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
-        first_chunk = (expert * row_tiles + tile % row_tiles) * num_steps
-        for k in range(count):
+    # Late, so that no tile waits for a slow program, and yet before its weights could be loaded.
+    claim_step = gl.maximum(num_steps - _CLAIM_STEPS, 0)
+    step = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    expert, row_tile, _begin, _end = _task(board, turn)
+    while expert >= 0:
+        first_chunk = (expert * row_tiles + row_tile) * num_steps
+        for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
@@ -186,23 +230,14 @@ def _fetch(
             row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
             _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
             _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
+            mbarrier.arrive(board[2].index(0), count=1, pred=k == claim_step)
             step += 1
+        turn += 1
+        expert, row_tile, _begin, _end = _task(board, turn)
 
 
 @gluon.jit
-def _fetch_inputs(
-    lists,
-    num_blocks,
-    buffers,
-    x,
-    x_more,
-    row_tiles,
-    num_steps,
-    TOKENS: gl.constexpr,
-    PARTS: gl.constexpr,
-    MORE: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _fetch_inputs(board, buffers, x, x_more, num_steps, MORE: gl.constexpr, PDL: gl.constexpr):
     """The partition that loads inputs."""
     _tiles, _shift_tiles, x_tiles, more_tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
@@ -212,11 +247,13 @@ def _fetch_inputs(
     QUARTER_BYTES: gl.constexpr = x_more.block_type.nbytes
     if PDL:
         tl.extra.cuda.gdc_wait()
-    step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        _expert, begin, end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
+    step = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    expert, _row_tile, begin, end = _task(board, turn)
+    while expert >= 0:
+        mbarrier.arrive(board[2].index(0), count=1)
         more = _num_more(begin, end, FIRST, MORE)
-        for k in range(count):
+        for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             for taken in gl.static_range(MORE + 1):
@@ -229,6 +266,8 @@ def _fetch_inputs(
                     place = more_tiles.index(stage * MORE + i)
                     _fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
             step += 1
+        turn += 1
+        expert, _row_tile, begin, end = _task(board, turn)
 
 
 @gluon.jit
@@ -296,22 +335,6 @@ def _of_both(sums):
 
 
 @gluon.jit
-def _store(acc, out, rows, shares, target, row, TOP_K: gl.constexpr, GATED: gl.constexpr):
-    """Write acc [ROWS, TOKENS], outputs from `row` on, for the tokens of some places in the lists.
-
-    target: first and last place, and numbers of tokens and outputs.
-    """
-    begin, end, num_tokens, num_outputs = target
-    ROWS: gl.constexpr = acc.shape[0]
-    # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
-    STORE: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
-    )
-    targets = _targets(rows, shares, begin, end, num_tokens, acc.shape[1], TOP_K, GATED, STORE)
-    _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-
-
-@gluon.jit
 def _store_in_two(acc, out, target, row):
     """Write acc [ROWS, TOKENS], outputs from `row` on and below 64, as the down projection takes
     them: e4m3 [places, 2, num_outputs] of _BOUNDED times as much."""
@@ -320,7 +343,7 @@ def _store_in_two(acc, out, target, row):
     STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
-    begin, end, _, num_outputs = target
+    begin, end, num_outputs = target
     high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
     store_halves(high, low, out, begin, end, row, num_outputs, STORE)
 
@@ -405,6 +428,40 @@ def _of_rows(factors, shape, expert, row, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _of_tokens(
+    lists,
+    x_scales,
+    target,
+    begin,
+    end,
+    TOKENS: gl.constexpr,
+    STORE: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GATED: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """What sums of some of a tile's tokens are multiplied by, and where results go: `_targets`, or
+    the first and last place with SPLITS.
+
+    STORE: layout of the results when they are stored.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
+    )
+    _out, shares, num_tokens = target
+    SUMS: gl.constexpr = _of_both(gl.zeros([_ROWS, 2 * TOKENS], gl.float32, LAYOUT)).type.layout
+    if x_scales is None:
+        scales = 1.0 / _BOUNDED
+    else:
+        tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
+        scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
+    targets = (begin, end)
+    if not SPLITS:
+        targets = _targets(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
+    return scales, targets
+
+
+@gluon.jit
 def _as_column(values, LAYOUT: gl.constexpr):
     """Values of rows, for a tensor in LAYOUT, whose threads have them."""
     return gl.convert_layout(values, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
@@ -415,46 +472,36 @@ def _finish(
     part,
     second_part,
     of_rows,
-    place,
-    lists,
-    x_scales,
-    target,
+    of_tokens,
+    row,
+    out,
     shape,
-    TOP_K: gl.constexpr,
+    STORE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
 ):
-    """Store what follows from sums [ROWS, 2 TOKENS] of both matrices, of the tokens from place on.
+    """Store what follows from sums [ROWS, 2 TOKENS] of both matrices, from `row` on.
 
     Args:
-        of_rows: see `_of_rows`.
-        place: first row, first token, and end of the tokens.
+        of_rows, of_tokens: see `_of_rows` and `_of_tokens`.
     """
-    row, begin, end = place
     factor, second_factor, shift, second_shift = of_rows
+    scales, targets = of_tokens
     num_outputs, _row_tiles, _num_rows, num_first = shape
-    out, shares, num_tokens = target
     acc = _of_both(part)
     second = _of_both(second_part)
-    TOKENS: gl.constexpr = acc.shape[1]
     SUMS: gl.constexpr = acc.type.layout
-    if x_scales is None:
-        scales = 1.0 / _BOUNDED
-    else:
-        tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
-        scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
     acc = acc * (_as_column(factor, SUMS) * scales) + _as_column(shift, SUMS)
     second = second * (_as_column(second_factor, SUMS) * scales) + _as_column(second_shift, SUMS)
-    places = (begin, end, num_tokens, num_outputs)
     if GATED:
         acc = _activate_gated(acc, second, EPILOGUE)
     if SPLITS:
-        _store_in_two(acc, out, places, row)
+        _store_in_two(acc, out, (targets[0], targets[1], num_outputs), row)
     else:
-        _store(acc, out, lists[3], shares, places, row, TOP_K, GATED)
+        _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
         if not GATED:
-            _store(second, out, lists[3], shares, places, num_first + row, TOP_K, GATED)
+            _store_to(second, out, targets, num_first + row, num_outputs, GATED, STORE)
 
 
 @gluon.jit
@@ -482,22 +529,38 @@ def _compute(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * FIRST, 32]
     )
+    # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [_ROWS // 8, 256 // _ROWS], [1, gl.num_warps()], [0, 1]
+    )
     # They are on their way while the tile is multiplied.
     of_rows = _of_rows(factors, shape, expert, row, gl.SliceLayout(1, LAYOUT))
+    of_tokens = ()
+    for i in gl.static_range(1 + TAKEN):
+        own = _of_tokens(
+            lists,
+            factors[1],
+            target,
+            begin + (FIRST + (i - 1) * QUARTER if i > 0 else 0),
+            end,
+            QUARTER if i > 0 else FIRST,
+            STORE,
+            TOP_K,
+            GATED,
+            SPLITS,
+        )
+        of_tokens += (own,)  # type: ignore[assignment]
     step, sums = _sums(buffers, step, count, MORE, TAKEN)
     for i in gl.static_range(1 + TAKEN):
-        own_begin = begin + (FIRST + (i - 1) * QUARTER if i > 0 else 0)
-        own_place = (row, own_begin, end)
         _finish(
             sums[2 * i],
             sums[2 * i + 1],
             of_rows,
-            own_place,
-            lists,
-            factors[1],
-            target,
+            of_tokens[i],
+            row,
+            target[0],
             shape,
-            TOP_K,
+            STORE,
             EPILOGUE,
             GATED,
             SPLITS,
@@ -508,15 +571,13 @@ def _compute(
 @gluon.jit
 def _multiply(
     lists,
-    num_blocks,
+    board,
     buffers,
     factors,
     target,
     shape,
     num_steps,
     TOP_K: gl.constexpr,
-    TOKENS: gl.constexpr,
-    PARTS: gl.constexpr,
     MORE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
@@ -524,22 +585,23 @@ def _multiply(
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
-    row_tiles = shape[1]
     ROWS: gl.constexpr = buffers[0].shape[1]
     FIRST: gl.constexpr = buffers[2].shape[1] // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
-    step = 0
-    for tile in range(gl.program_id(0), num_blocks * row_tiles, gl.num_programs(0)):
-        expert, begin, end, count = _task(lists, tile, row_tiles, num_steps, TOKENS, PARTS)
-        place = (expert, tile % row_tiles * ROWS, begin, end)
+    step = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    expert, row_tile, begin, end = _task(board, turn)
+    while expert >= 0:
+        mbarrier.arrive(board[2].index(0), count=1)
+        place = (expert, row_tile * ROWS, begin, end)
         more = _num_more(begin, end, FIRST, MORE)
         for taken in gl.static_range(MORE + 1):
             if more == taken:
                 step = _compute(
                     buffers,
                     step,
-                    count,
+                    num_steps,
                     place,
                     lists,
                     factors,
@@ -552,6 +614,8 @@ def _multiply(
                     GATED,
                     SPLITS,
                 )
+        turn += 1
+        expert, row_tile, begin, end = _task(board, turn)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -569,6 +633,7 @@ def grouped_mx_kernel(
     begins,
     ends,
     num_blocks,
+    claims,
     shares,
     num_tokens,
     num_outputs,
@@ -597,6 +662,8 @@ def grouped_mx_kernel(
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
             with SPLITS; else [TOP_K, num_tokens, num_outputs].
         rows, experts, begins, ends, num_blocks: BlockLists.
+        claims: int32 [1], how many tiles were claimed: 0 between launches. Kernels that may run at
+            the same time, gates and down projections, have their own ones.
         shares: [num_tokens, TOP_K], weights of the results if not GATED.
         PARTS: tiles of tokens in a block of the lists.
         MORE: how many quarters of a tile follow what is computed of each tile; 0: none.
@@ -617,8 +684,13 @@ def grouped_mx_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2)
         mbarrier.init(free.index(stage), count=1)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [4], FLAT)
+    written = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(written.index(0), count=1)
+    mbarrier.init(taken.index(0), count=3)
     fence_async_shared()
-    blocks = gl.load(num_blocks, cache_modifier=".cg") * PARTS
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
     buffers = (tiles, shift_tiles, x_tiles, more_tiles, ready, free)
@@ -626,21 +698,20 @@ def grouped_mx_kernel(
     shape = (num_outputs, row_tiles, num_rows, num_first)
     target = (out, shares, num_tokens)
     weights = (weight, shifts)
+    board = (fields, written, taken)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
                     lists,
-                    blocks,
+                    board,
                     buffers,
                     factors,
                     target,
                     shape,
                     num_steps,
                     TOP_K,
-                    TOKENS,
-                    PARTS,
                     MORE,
                     EPILOGUE,
                     GATED,
@@ -648,26 +719,12 @@ def grouped_mx_kernel(
                     PDL,
                 ),
             ),
-            (
-                _fetch_inputs,
-                (
-                    lists,
-                    blocks,
-                    buffers,
-                    x,
-                    x_more,
-                    row_tiles,
-                    num_steps,
-                    TOKENS,
-                    PARTS,
-                    MORE,
-                    PDL,
-                ),
-            ),
-            (_fetch, (lists, blocks, buffers, weights, row_tiles, num_steps, TOKENS, PARTS)),
+            (_fetch_inputs, (board, buffers, x, x_more, num_steps, MORE, PDL)),
+            (_fetch, (board, buffers, weights, row_tiles, num_steps)),
+            (_claim, (lists, num_blocks, claims, board, row_tiles, TOKENS, PARTS)),
         ],
-        [1, 1],
-        [24, 24],
+        [1, 1, 1],
+        [24, 24, 24],
     )
 
 
@@ -723,6 +780,14 @@ class MxExperts:
 
 
 @cache
+def _claims(device: torch.device) -> tuple[Tensor, ...]:
+    """See grouped_mx_kernel: of down projections, and of gates and ups. For one stream."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
+    return torch.zeros((2, 32), dtype=torch.int32, device=device).unbind()
+
+
+@cache
 def _warn_of_scales() -> None:
     """Once, not for every layer."""
     logger.warning(
@@ -773,9 +838,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     tokens = min(lists.block_rows, MAX_TOKENS)
     parts = lists.block_rows // tokens
     num_tiles = weight.num_tiles * parts * len(lists.experts)
-    num_experts = len(weight.factors)
-    hit = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)  # expected, of even choices
-    per_sm = _programs_per_sm(PROGRAMS[tokens], weight.num_tiles * hit)
+    per_sm = PROGRAMS[tokens]
     registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
     stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     more = MORE if tokens >= LEAST_DIVIDED else 0
@@ -791,6 +854,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         bias,
         out,
         *lists[:5],
+        _claims(out.device)[epilogue.is_gated],
         routed.weights,
         num_tokens,
         out.shape[-1],
@@ -808,12 +872,6 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         maxnreg=registers,
         **launch_options(out.device),
     )
-
-
-def _programs_per_sm(options: tuple[int, ...], num_tiles: float) -> int:
-    """Programs take turns with tiles: the fewer places are idle in the last turn, the better."""
-    turns = {each: math.ceil(num_tiles / (NUM_SMS * each)) for each in options}
-    return min(options, key=lambda each: turns[each] * each)
 
 
 def _descriptor(tensor: Tensor, shape: list[int], dtype: Any, swizzle: int) -> TensorDescriptor:
