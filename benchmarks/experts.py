@@ -86,16 +86,17 @@ class Layer:
             self.expert_bytes = sum(each.nbytes for each in forms) / num
         self.num_hit = torch.zeros(1, dtype=torch.int64, device=device)
         self._router = make_router_kernel(router, shape.routing, self.num_hit)
+        self._top_k = shape.routing.top_k
         assert kernel is not None, f"no kernel for {form} on this device"
         self._experts = kernel
 
     def route(self, x: Tensor) -> Routed:
         """The first part alone."""
-        return self._router.apply(x)
+        return self._router.apply(x, self._experts.takes_in_two(len(x), self._top_k))
 
     def run(self, x: Tensor) -> Tensor:
         """The whole layer."""
-        return self._experts.apply_partial(x, self._router.apply(x))
+        return self._experts.apply_partial(x, self.route(x))
 
 
 def in_form(weight: Tensor, form: str) -> QuantizedWeight:

@@ -328,7 +328,8 @@ def experts() -> None:
         assert kernel is not None
         for num_tokens in (1, 2, 128) if has_all else (1, 128):
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
-            kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
+            in_two = num_tokens > 1
+            kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x, in_two))
         matrices = [ExpertMatrices.of(each) for each in forms[:2]]
         experts_on_hopper([each for each in matrices if each is not None], router, softmax)
         on_hopper = MxExperts.of(forms, Epilogue.SILU_MUL, torch.bfloat16)

@@ -180,6 +180,33 @@ def test_routing_of_long_inputs(device: torch.device, size: int, num_tokens: int
     assert_routed(routed_by(BACKENDS["triton"], weights, config, x), route(x, weights, config))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(("size", "num_tokens"), [(300, 3), (1_100, 40), (1_100, 600)])
+def test_routers_make_two_numbers_of_inputs(
+    device: torch.device, size: int, num_tokens: int
+) -> None:
+    """To the last bit as a kernel of its own does, in rows that are not finite, too; and they
+    choose the same experts."""
+    config = RULES["softmax"]
+    weights = RouterWeights(numbers(config.num_experts, size, device=device).bfloat16())
+    x = numbers(num_tokens, size, device=device).bfloat16()
+    x[1, 100], x[2, 5] = torch.nan, torch.inf
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    router = CudaRouter(weights, config, num_hit)
+    plain, routed = router.apply(x), router.apply(x, in_two=True)
+    assert torch.equal(routed.ids, plain.ids)
+    assert plain.inputs is None
+    assert routed.inputs is not None
+    wanted = cuda_experts.round_inputs(x, Rounding.IN_TWO)
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    pair = routed.inputs.values.float(), wanted.values.float()
+    if device.type == "cpu":  # the interpreter stores NaN as a number of either sign
+        pair = pair[0].abs(), pair[1].abs()
+    torch.testing.assert_close(*pair, **same)
+    used = slice(None), slice(0, num_tokens)
+    torch.testing.assert_close(routed.inputs.scales[used], wanted.scales[used], **same)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of large gates
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 @pytest.mark.parametrize(
@@ -509,7 +536,8 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     assert (total(got) - wanted).norm() < 1e-2 * wanted.norm()
     assert kernel.takes_in_two(num_tokens, 4)
-    routed = routed._replace(inputs=cuda_experts.round_inputs(x, Rounding.IN_TWO))
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    routed = CudaRouter(router, config, num_hit).apply(x, in_two=True)
     for _ in range(200):
         assert torch.equal(kernel.apply_partial(x, routed), got)
 

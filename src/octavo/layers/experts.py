@@ -33,7 +33,6 @@ from octavo.ops.experts import (
 )
 from octavo.ops.linear import LinearInput
 from octavo.ops.quantized import (
-    BothInputs,
     FormError,
     GroupedInt,
     MxFloat4,
@@ -80,9 +79,12 @@ class Router(WeightOwner):
         weights = RouterWeights(self.weight, self.bias, self.correction)
         self._kernel = make_router_kernel(weights, self.config, self.num_hit)
 
-    def forward(self, hidden: Tensor) -> Routed:
-        """Route hidden [num_tokens, hidden_size]; called after `finalize`."""
-        return self._kernel.apply(hidden)
+    def forward(self, hidden: Tensor, in_two: bool = False) -> Routed:
+        """Route hidden [num_tokens, hidden_size]; called after `finalize`.
+
+        in_two: see RouterKernel.apply.
+        """
+        return self._kernel.apply(hidden, in_two)
 
 
 class ExpertsMethod(WeightOwner):
@@ -405,9 +407,9 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
-    def entry(self) -> ExpertsMethod:
-        """See InputReader.entry: the router reads the input, too."""
-        return self.experts
+    def entry(self) -> None:
+        """See InputReader.entry: the router and the experts read the input."""
+        return None
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -416,11 +418,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
-        rounded = None
-        if isinstance(hidden, BothInputs):
-            hidden, rounded = hidden
         assert isinstance(hidden, Tensor)
-        routed = self.router.forward(hidden)._replace(inputs=rounded)
+        routed = self.router.forward(hidden, self.experts.takes_in_two(len(hidden)))
         result = self.experts.forward_partial(hidden, routed)
         if self.shared is None:
             return result

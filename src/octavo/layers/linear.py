@@ -87,7 +87,6 @@ class LinearMethod(WeightOwner):
             return self.forward_rounded(x, epilogue)
         if isinstance(x, DeferredNorm):
             return self.forward_normed(x, epilogue)
-        assert isinstance(x, Tensor), "BothInputs are of experts"
         return self.forward(x, epilogue)
 
     def forward_partial(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
 from octavo.ops.linear import LinearInput
 from octavo.ops.norm import Affine, DeferredNorm
-from octavo.ops.quantized import BothInputs, RoundedInputs, Rounding
+from octavo.ops.quantized import RoundedInputs, Rounding
 from octavo.parallel import Shard
 
 # What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
@@ -25,19 +25,12 @@ from octavo.parallel import Shard
 Branches = Tensor | tuple[Tensor, Tensor]
 
 
-class ReaderInTwo(Protocol):
-    """What may read a norm's result in two e4m3 numbers, beside what reads it as it is."""
-
-    def takes_in_two(self, num_tokens: int) -> bool:
-        """Whether it does."""
-
-
 class InputReader(Protocol):
     """What a norm's result is for."""
 
     @property
-    def entry(self) -> LinearMethod | ReaderInTwo:
-        """The projection that is the only one to read it; or what reads it beside others."""
+    def entry(self) -> LinearMethod | None:
+        """The projection that is the only one to read it; None: several do."""
 
 
 class Norm(WeightOwner):
@@ -106,15 +99,10 @@ class Norm(WeightOwner):
         If it takes a DeferredNorm, it writes the second result, which has a memory of its own.
         """
         entry = reader.entry
+        if entry is None:
+            return self.forward(hidden, residual)
         first = hidden[0] if isinstance(hidden, tuple) else hidden
         num_tokens = first.shape[-2]
-        if not isinstance(entry, LinearMethod):
-            if not entry.takes_in_two(num_tokens):
-                return self.forward(hidden, residual)
-            (values, scales, exact), residual = self._normalise(
-                hidden, residual, self.affine, Rounding.IN_TWO
-            )
-            return BothInputs(exact, RoundedInputs(values, scales)), residual
         deferred = self._deferred(hidden, residual, entry)
         if deferred is not None:
             return deferred, deferred.x if deferred.total is None else deferred.total

@@ -27,6 +27,7 @@ from octavo.ops.experts import (
     list_rows,
 )
 from octavo.ops.linear import has_numba_kernel, make_linear_kernel
+from octavo.ops.quantized import Rounding, round_inputs
 from octavo.routing import RoutingConfig
 
 
@@ -40,12 +41,13 @@ class TorchRouter:
         self._config = config
         self._num_hit = num_hit
 
-    def apply(self, x: Tensor) -> Routed:
+    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
         """See RouterKernel.apply."""
+        inputs = round_inputs(x, Rounding.IN_TWO) if in_two else None
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
         routed = choose(logits, self._correction, self._config)
         lists = list_experts(routed.ids, self._config.num_experts, self._num_hit)
-        return routed._replace(lists=lists)
+        return routed._replace(lists=lists, inputs=inputs)
 
 
 class SeparateExperts:

@@ -29,7 +29,7 @@ class Routed(NamedTuple):
     ids: Tensor  # int32 [num_tokens, top_k]: the experts of a token, all different
     weights: Tensor  # float32 [num_tokens, top_k]: of their results
     lists: Any = None  # the same by expert, in the form that the device's ExpertsKernel takes
-    inputs: RoundedInputs | None = None  # of the experts, if given: see ExpertsKernel.takes_in_two
+    inputs: RoundedInputs | None = None  # of the experts, if given: see RouterKernel.apply
 
 
 class RouterWeights(NamedTuple):
@@ -61,10 +61,12 @@ class QuantizedExpertWeights(NamedTuple):
 class RouterKernel(Protocol):
     """Computes logits in float32, and chooses experts."""
 
-    def apply(self, x: Tensor) -> Routed:
+    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
         """Route x [num_tokens, size].
 
         A token whose logits are not finite gets experts, too, and weights that are not finite.
+
+        in_two: the result has `inputs`, which are x as Rounding.IN_TWO makes them.
         """
 
 
@@ -73,8 +75,8 @@ class ExpertsKernel(Protocol):
     adds their results up."""
 
     def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """Whether it multiplies inputs as Rounding.IN_TWO makes them: the norm before it may give
-        them in Routed.inputs."""
+        """Whether it multiplies inputs as Rounding.IN_TWO makes them: the router may give them in
+        Routed.inputs."""
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """sum over j of weights[t, j] * MLP of expert ids[t, j] (x[t]), of x [num_tokens, size].

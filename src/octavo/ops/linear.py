@@ -25,9 +25,9 @@ from torch import Tensor
 from octavo.ops.cpu import int8, onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
-from octavo.ops.quantized import BothInputs, QuantizedWeight, RoundedInputs, Rounding
+from octavo.ops.quantized import QuantizedWeight, RoundedInputs, Rounding
 
-LinearInput = Tensor | RoundedInputs | DeferredNorm | BothInputs
+LinearInput = Tensor | RoundedInputs | DeferredNorm
 
 
 class LinearKernel(Protocol):

@@ -65,13 +65,6 @@ class RoundedInputs(NamedTuple):
     scales: Tensor
 
 
-class BothInputs(NamedTuple):
-    """The same inputs for what takes them rounded, and for what takes them as they are."""
-
-    exact: Tensor
-    rounded: RoundedInputs
-
-
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """Round x [num_tokens, in_features], in plain torch."""
     size = x.shape[-1]

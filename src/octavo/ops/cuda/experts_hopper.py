@@ -18,8 +18,9 @@ which reads weights once. The tensor cores add products of FP8 with some 14 bits
 are added in float32.
 
 Inputs are split once, and then copied by each tile that reads them. Those of the layer come split,
-from the norm before it, and share a scale by _GROUP steps. Those of the down projections are split
-when a tile of gates is stored, whose ROWS are the inputs of a step, which has scales of its own.
+from the kernel that routes them, and share a scale by _GROUP steps. Those of the down projections
+are split when a tile of gates is stored, whose ROWS are the inputs of a step, which has scales of
+its own.
 
 While a tile is stored, nothing is multiplied, and soon nothing loaded: what a tile needs of the
 lists is loaded before the tile that precedes it is done.

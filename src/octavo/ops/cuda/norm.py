@@ -93,10 +93,9 @@ def _launch(
         results = [torch.empty(shape, dtype=dtype, device=x.device) for _ in affines]
     else:
         assert affine is not None
+        assert twin is None
         assert heads == 1
         results = [*empty_inputs(num_rows, size, rounding, x.device)]
-        if twin is not None:
-            results.append(torch.empty(shape, dtype=dtype, device=x.device))
     if num_rows == 0:
         return results
     block = power_of_2(size)

@@ -110,6 +110,30 @@ def _store_in_two(values, top, places, size, inside):
     return tl.where(exponent < 255, scale, float("nan"))
 
 
+@triton.jit
+def store_group_in_two(
+    x,
+    rounded,
+    scales,
+    stride,
+    size,
+    scale_stride,
+    tokens,
+    is_token,
+    group,
+    GROUP: tl.constexpr,
+):
+    """Store some tokens' inputs of one group as two e4m3 numbers each, and their scales."""
+    columns = group * GROUP + tl.arange(0, GROUP)
+    inside = is_token[:, None] & (columns < size)[None, :]
+    rows = tokens.to(tl.int64)[:, None]
+    values = tl.load(x + rows * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(_sizes(values), 1, keep_dims=True)
+    places = rounded + rows * 2 * size + columns[None, :]
+    scale = _store_in_two(values, top, places, size, inside)
+    tl.store(scales + group * scale_stride + rows, scale, mask=is_token[:, None])
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def _round_kernel(
     x,

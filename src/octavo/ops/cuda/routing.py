@@ -4,7 +4,8 @@ One kernel computes the logits; a program has some experts and, while tokens are
 inputs. Of the programs that share a tile of tokens, the one that finishes last adds up and chooses
 their experts, and lists the rows of each expert if there is no other tile. Of more tokens it marks
 and counts those of each expert, and a second kernel makes lists of that, with a warp for each
-expert. Nothing uses atomics for places, so lists are in the order of tokens.
+expert. Nothing uses atomics for places, so lists are in the order of tokens. While experts are
+chosen, other programs make two e4m3 numbers of each input, for experts that take them so.
 Nothing depends on the values that the host would have to know: launches follow from the number of
 tokens, and can be captured in graphs.
 """
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from octavo.ops.cuda.expert_tiles import max_blocks, tokens_per_tile
 from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_previous
+from octavo.ops.cuda.quantize import empty_inputs, store_group_in_two
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
+from octavo.ops.quantized import Rounding
 from octavo.routing import RoutingConfig, Scoring
 
 SOFTMAX = tl.constexpr(int(Scoring.SOFTMAX))
@@ -76,9 +79,9 @@ class CudaRouter:
         self._config = config
         self._num_hit = num_hit
 
-    def apply(self, x: Tensor) -> Routed:
+    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
         """See RouterKernel.apply."""
-        return route(x, self._weights, self._config, self._num_hit)
+        return route(x, self._weights, self._config, self._num_hit, in_two)
 
 
 @cache
@@ -89,11 +92,18 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> Routed:
+def route(
+    x: Tensor,
+    weights: RouterWeights,
+    config: RoutingConfig,
+    num_hit: Tensor,
+    in_two: bool = False,
+) -> Routed:
     """Route x [num_tokens, size], dense.
 
     Args:
         num_hit: see make_router_kernel.
+        in_two: see RouterKernel.apply.
 
     Returns:
         With BlockLists, if there are several tokens.
@@ -108,13 +118,17 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     cut = _cut(num_tokens, size, x.element_size())
     num_tiles = triton.cdiv(num_tokens, tile)
     grid = triton.cdiv(num_experts, cut.experts), num_tiles, cut.splits
-    shape = grid[2], num_tokens, num_experts
+    shape = cut.splits, num_tokens, num_experts
     logits = torch.empty(shape, dtype=torch.float32, device=x.device)
     lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
     marks = None if num_tiles == 1 else _empty_marks(num_tiles, top_k, num_experts, x.device)
     listed: tuple[Tensor | None, ...] = (None,) * 5
     if lists is not None and marks is None:
         listed = lists[:5]
+    inputs = None
+    if in_two:
+        inputs = empty_inputs(num_tokens, size, Rounding.IN_TWO, x.device)
+        grid = *grid[:2], cut.splits + triton.cdiv(len(inputs.scales), grid[0])
     assert num_tiles <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
     is_softmax = config.scoring is Scoring.SOFTMAX
     _route_kernel[grid](
@@ -129,11 +143,13 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         num_hit,
         *listed,
         *(marks or (None, None)),
+        *(inputs or (None, None)),
         num_tokens,
         x.stride(0),
         size,
         num_experts,
         num_tiles * TILE_TOKENS,
+        0 if inputs is None else inputs.scales.stride(0),
         config.scale,
         2 * config.jitter,
         TOKENS=tile,
@@ -151,13 +167,14 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         TOP_GROUPS=config.top_groups,
         BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
         IEEE=x.dtype == torch.float32,
+        GROUP=Rounding.IN_TWO.group,
         num_warps=cut.warps,
         num_stages=4,
         **launch_options(x.device),
     )
     if lists is not None and marks is not None:
         _list(marks, lists, top_k, num_hit)
-    return Routed(ids, chosen, lists)
+    return Routed(ids, chosen, lists, inputs)
 
 
 def _cut(num_tokens: int, size: int, element_size: int) -> _Cut:
@@ -459,11 +476,14 @@ def _route_kernel(
     num_blocks,
     marked,
     counts,
+    rounded,
+    input_scales,
     num_tokens,
     stride,
     size,
     num_experts,
     marked_stride,
+    input_scale_stride,
     scale,
     reach,
     TOKENS: tl.constexpr,
@@ -481,10 +501,12 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     BY_LOGITS: tl.constexpr,
     IEEE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Logits [SPLITS, num_tokens, num_experts] of some inputs; and all that follows from their
-    sums, by the last program of a tile.
+    sums, by the last program of a tile. With `rounded`, each program behind the last split
+    stores GROUP inputs of a tile's tokens in two numbers.
 
     Args:
         AHEAD: blocks of inputs of a program; 0: all.
@@ -494,10 +516,27 @@ def _route_kernel(
     tile = tl.program_id(1)
     tokens = tile * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
+    split = tl.program_id(2)
+    if rounded is not None and split >= SPLITS:
+        wait_previous(PDL)
+        group = (split - SPLITS) * tl.num_programs(0) + tl.program_id(0)
+        if group * GROUP < size:
+            store_group_in_two(
+                x,
+                rounded,
+                input_scales,
+                stride,
+                size,
+                input_scale_stride,
+                tokens,
+                is_token,
+                group,
+                GROUP,
+            )
+        return
     columns = tl.arange(0, COLUMNS)
     # Rows beyond the end read the last one; their results are not stored.
     weight_places = weight + tl.minimum(experts, num_experts - 1)[:, None] * size + columns[None, :]
-    split = tl.program_id(2)
     pieces = ()
     if TOKENS == 1:
         piece = tl.load(weight_places, mask=(columns < size)[None, :], other=0.0)
