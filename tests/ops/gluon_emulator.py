@@ -367,10 +367,18 @@ def _atomic_add(
     halts: threading.Event,
     polls: Iterator[int],
     pointer: Pointer,
-    value: int,
+    value: Any,
     sem: str,
     scope: str,
-) -> int:
+    mask: Tensor | None = None,
+) -> Any:
+    """To one number; or the same of the places of a tensor, of which the mask leaves one."""
+    if mask is not None:
+        before = torch.full(mask.shape, -1, dtype=torch.int32)
+        (i,) = mask.nonzero().flatten().tolist()
+        place = Pointer(pointer.memory, pointer.offset[i])
+        before[i] = _atomic_add(halts, polls, place, int(value[i]), sem, scope)
+        return block(before)
     if value == 0:
         halts.set()
         time.sleep(1e-3)

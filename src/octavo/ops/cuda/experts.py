@@ -148,7 +148,7 @@ def _progress(device: torch.device) -> Tensor:
     """What programs of experts_hopper.py count; 0 between kernels. For one stream."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    return torch.zeros(_MAX_BLOCKS + 1, dtype=torch.int32, device=device)
+    return torch.zeros(_MAX_BLOCKS + 2, dtype=torch.int32, device=device)
 
 
 def launch_on_hopper(

@@ -1,14 +1,14 @@
 """The experts' projections on Hopper GPUs: grouped products of few tokens, bound by memory.
 
-One kernel computes both of them. Its programs are one for each SM, and each computes one tile after
-the other: two matrices of ROWS rows of an expert's weights (gates and the ups that belong to them,
-or neighbouring rows of the down projection), times the tokens of one block of routing.py's lists.
-One warp loads weights by TMA, STAGES deep and on into the next tile; a warpgroup copies the
-tokens' inputs; two others multiply by wgmma and store.
+One kernel computes both of them. Its programs are one for each SM, and each claims one tile after
+the other (claims.py): two matrices of ROWS rows of an expert's weights (gates and the ups that
+belong to them, or neighbouring rows of the down projection), times the tokens of one block of
+routing.py's lists. One warp loads weights by TMA, STAGES deep and on into the next tile; a
+warpgroup copies the tokens' inputs; two others multiply by wgmma and store.
 
-Down projections follow the gates, and memory does not rest in between: their weights are loaded as
-those of one more tile. Their inputs wait until all gates of the block are there, which are counted
-in memory, and which are there long before, but for the last ones.
+Tiles of down projections follow those of the gates, and memory does not rest in between: their
+weights are loaded as those of one more tile. Their inputs wait until all gates of the block are
+there, which are counted in memory, and which are there long before, but for the last ones.
 
 FP8 weights go from shared memory to the tensor cores as they are. An FP8 product needs FP8 on both
 sides: inputs are scaled by a power of two, and split into two e4m3 numbers that add up to what a
@@ -23,7 +23,7 @@ are split when a tile of gates is stored, whose ROWS are the inputs of a step, w
 its own.
 
 While a tile is stored, nothing is multiplied, and soon nothing loaded: what a tile needs of the
-lists is loaded before the tile that precedes it is done.
+lists is loaded before the tile that precedes it is stored.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.claims import claim, claimed, make_claims
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
@@ -67,66 +68,50 @@ def _block_of(lists, tile, row_tiles):
 
 
 @gluon.jit
-def _following(tile, work):
-    """This program's next tile of the same projection."""
-    num_few, num_first, second = work[2], work[3], work[4]
-    following = tile + gl.where(tile < num_first, num_few, gl.num_programs(0))
-    is_last = (tile < num_first) & (following >= num_first)
-    return gl.where(is_last, second, following)
+def _work(num_blocks, shapes):
+    """Of gates and ups, and of down projections: how many tiles there are, and how many before."""
+    num_gates = num_blocks * shapes[0][1]
+    return (num_gates, 0), (num_blocks * shapes[1][1], num_gates)
 
 
 @gluon.jit
-def _gates(num_blocks, row_tiles):
-    """This program's work on gates and ups: the first tile, how many tiles there are of all
-    programs, and what `_following` needs."""
-    return gl.program_id(0), num_blocks * row_tiles, 0, 0, 0
+def _start():
+    """Of a partition, when it begins: the next tile, and how many claims and steps there were."""
+    return gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
 
 
 @gluon.jit
-def _downs(num_blocks, row_tiles, gate_tiles, gate_steps, num_steps):
-    """The same of down projections. Where some programs have a tile of gates less, they take as
-    many steps of down projections first, and begin when what is left is dealt out."""
-    more = num_blocks * gate_tiles % gl.num_programs(0)  # programs with a tile more
-    num_few = gl.where(more > 0, gl.num_programs(0) - more, 0)
-    num_first = num_few * (gate_steps // num_steps)
-    place = gl.program_id(0) - more
-    second = num_first + gl.where(place < 0, place + gl.num_programs(0), place)
-    first = gl.where((place >= 0) & (place < num_first), place, second)
-    return first, num_blocks * row_tiles, num_few, num_first, second
+def _next_block(lists, tile, num_tiles, row_tiles):
+    """`_block_of` a tile that was claimed, if there is one: of the last tile otherwise."""
+    return _block_of(lists, gl.minimum(tile, num_tiles - 1), row_tiles)
 
 
 @gluon.jit
-def _first_block(lists, work, row_tiles, GATED: gl.constexpr):
+def _first_block(lists, tile, num_tiles, row_tiles, GATED: gl.constexpr):
     """`_block_of` this program's first tile. That of gates and ups is asked for without waiting for
     the number of blocks: behind the last one the lists hold anything."""
-    tile = work[0]
-    if not GATED:
-        tile = gl.minimum(tile, work[1] - 1)
-    expert, begin, end = _block_of(lists, tile, row_tiles)
-    has_tile = work[0] < work[1]
-    return expert, gl.where(has_tile, begin, 0), gl.where(has_tile, end, 0)
+    if GATED:
+        return _block_of(lists, tile, row_tiles)
+    else:
+        return _next_block(lists, tile, num_tiles, row_tiles)
 
 
 @gluon.jit
-def _next_block(lists, tile, work, row_tiles):
-    """`_block_of` this program's next tile: asked for before the steps of `tile`."""
-    return _block_of(lists, gl.minimum(_following(tile, work), work[1] - 1), row_tiles)
-
-
-@gluon.jit
-def _fetch(weight, lists, buffers, work, step, shape, num_steps, GATED: gl.constexpr):
-    """Load the weights of a projection; the step after its last one."""
+def _fetch(
+    weight, lists, buffers, claims, counter, work, state, shape, num_steps, GATED: gl.constexpr
+):
+    """Load the weights of a projection, and claim tiles; the state after its last one."""
+    tile, count, step = state
+    num_tiles, before = work
     tiles, up_tiles, ready, free = buffers
     num_outputs, row_tiles, per_expert = shape
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     WIDTH: gl.constexpr = tiles.shape[2]
     BYTES: gl.constexpr = 2 * weight.block_type.nbytes
-    tile = work[0]
-    next_expert, _, _ = _first_block(lists, work, row_tiles, GATED)
-    while tile < work[1]:
-        expert = next_expert
-        next_expert, _, _ = _next_block(lists, tile, work, row_tiles)
+    tile -= before
+    expert, _, _ = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    while tile < num_tiles:
         if GATED:
             row = expert * per_expert + tile % row_tiles * ROWS
             up_row = row + num_outputs
@@ -140,8 +125,10 @@ def _fetch(weight, lists, buffers, work, step, shape, num_steps, GATED: gl.const
             _fetch_tile(weight, [row, k * WIDTH], ready.index(stage), tiles.index(stage))
             _fetch_tile(weight, [up_row, k * WIDTH], ready.index(stage), up_tiles.index(stage))
             step += 1
-        tile = _following(tile, work)
-    return step
+        tile = claim(claims, count, counter) - before
+        count += 1
+        expert, _, _ = _next_block(lists, tile, num_tiles, row_tiles)
+    return tile + before, count, step
 
 
 @gluon.jit
@@ -174,7 +161,9 @@ def _fetch_all(
     num_experts,
     lists,
     num_blocks,
+    counter,
     buffers,
+    claims,
     shapes,
     num_steps,
     size,
@@ -187,10 +176,13 @@ def _fetch_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates = _gates(num, shapes[0][1])
-    downs = _downs(num, shapes[1][1], shapes[0][1], num_steps[0], num_steps[1])
-    step = _fetch(weights[0], lists, buffers, gates, gl.to_tensor(0), shapes[0], num_steps[0], True)
-    _fetch(weights[1], lists, buffers, downs, step, shapes[1], num_steps[1], False)
+    gates, downs = _work(num, shapes)
+    state = _fetch(
+        weights[0], lists, buffers, claims, counter, gates, _start(), shapes[0], num_steps[0], True
+    )
+    _fetch(
+        weights[1], lists, buffers, claims, counter, downs, state, shapes[1], num_steps[1], False
+    )
 
 
 @gluon.jit
@@ -208,16 +200,17 @@ def _gather(
     done,
     gate_tiles,
     buffers,
+    claims,
     work,
-    step,
+    state,
     row_tiles,
     size,
     num_steps,
     TOP_K: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Copy the inputs of a projection, in two numbers each, to shared memory; the step after its
-    last one.
+    """Copy the inputs of a projection, in two numbers each, to shared memory; the state after its
+    last tile.
 
     halves: the numbers, their scales, and how far those of a group are from those of the next one.
     """
@@ -236,12 +229,13 @@ def _gather(
     numbers = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, LAYOUT))
     slots = numbers % TOKENS
     scale_slots = gl.arange(0, TOKENS, layout=SCALES)
-    tile = work[0]
-    _, begin, end = _first_block(lists, work, row_tiles, GATED)
-    source = _sources(rows, begin + slots, end, TOP_K, GATED)
-    scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
-    _, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
-    while tile < work[1]:
+    tile, count, step = state
+    num_tiles, before = work
+    tile -= before
+    _, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    while tile < num_tiles:
+        source = _sources(rows, begin + slots, end, TOP_K, GATED)
+        scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
         number = (2 * source + numbers // TOKENS).to(gl.int64)
         places = values + number[:, None] * size + columns[None, :]
         is_row = (begin + slots < end)[:, None]
@@ -250,11 +244,6 @@ def _gather(
             scale_places = scales + scale_source
         else:
             scale_places = scales + block * num_steps * TOKENS + scale_slots
-        begin, end = next_begin, next_end
-        source = _sources(rows, begin + slots, end, TOP_K, GATED)
-        scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
-        tile = _following(tile, work)
-        _, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
         if not GATED:
             seen = gl.to_tensor(0)
             while seen < gate_tiles:
@@ -268,7 +257,10 @@ def _gather(
             _copy(x_scales.index(stage), scale_places + group * scale_stride)
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             step += 1
-    return step
+        tile = claimed(claims, count) - before
+        count += 1
+        _, begin, end = _next_block(lists, tile, num_tiles, row_tiles)
+    return tile + before, count, step
 
 
 @gluon.jit
@@ -279,6 +271,7 @@ def _gather_all(
     num_blocks,
     progress,
     buffers,
+    claims,
     shapes,
     size,
     num_steps,
@@ -288,17 +281,16 @@ def _gather_all(
     """The partition that loads inputs."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    done, finished = progress
+    done, finished, counter = progress
     num = gl.load(num_blocks, cache_modifier=".cg")
     gate_tiles, down_tiles = shapes[0][1], shapes[1][1]
-    gates = _gates(num, gate_tiles)
-    downs = _downs(num, down_tiles, gate_tiles, num_steps[0], num_steps[1])
-    step = _gather(
-        halves, lists, done, gate_tiles, buffers, gates, gl.to_tensor(0),
+    gates, downs = _work(num, shapes)
+    state = _gather(
+        halves, lists, done, gate_tiles, buffers, claims, gates, _start(),
         gate_tiles, size, num_steps[0], TOP_K, True,
     )  # fmt: skip
     _gather(
-        inner, lists, done, gate_tiles, buffers, downs, step,
+        inner, lists, done, gate_tiles, buffers, claims, downs, state,
         down_tiles, num_steps[1] * _BLOCK, num_steps[1], TOP_K, False,
     )  # fmt: skip
     # The last program to get here, after which none waits, has the counters ready for the next
@@ -309,6 +301,7 @@ def _gather_all(
             blocks = first + gl.arange(0, 32 * gl.num_warps(), layout=COUNTERS)
             gl.store(done + blocks, gl.zeros_like(blocks), mask=blocks < num)
         gl.store(finished, 0)
+        gl.store(counter, 0)
 
 
 @gluon.jit
@@ -461,8 +454,9 @@ def _multiply(
     lists,
     done,
     buffers,
+    claims,
     work,
-    step,
+    state,
     factors,
     out,
     shares,
@@ -475,7 +469,9 @@ def _multiply(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Multiply and store a projection; the step after its last one."""
+    """Multiply and store a projection; the state after its last tile."""
+    tile, count, step = state
+    num_tiles, before = work
     weight_scales, bias, scale_stride, num_scales = factors
     num_outputs, row_tiles, per_expert = shape
     ROWS: gl.constexpr = buffers[0].shape[1]
@@ -488,12 +484,10 @@ def _multiply(
     STORE: gl.constexpr = gl.BlockedLayout(
         [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
     )
-    tile = work[0]
-    next_expert, next_begin, next_end = _first_block(lists, work, row_tiles, GATED)
+    tile -= before
+    expert, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
-    while tile < work[1]:
-        expert, begin, end = next_expert, next_begin, next_end
-        next_expert, next_begin, next_end = _next_block(lists, tile, work, row_tiles)
+    while tile < num_tiles:
         row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
         up_row = row + (num_outputs if GATED else ROWS)
         # Rows beyond the end read the last one; their results are not stored.
@@ -520,6 +514,9 @@ def _multiply(
             acc, up, step = _add_steps(
                 acc, up, buffers, step, own_scales, up_scales, num_steps - 1, SCALE_COLUMNS, 1
             )
+        following = claimed(claims, count) - before
+        count += 1
+        next_expert, next_begin, next_end = _next_block(lists, following, num_tiles, row_tiles)
         if SCALE_COLUMNS == 0:
             acc = acc * own[:, None]
             up = up * up_own[:, None]
@@ -535,8 +532,8 @@ def _multiply(
         else:
             _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
             _store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
-        tile = _following(tile, work)
-    return step
+        tile, expert, begin, end = following, next_expert, next_begin, next_end
+    return tile + before, count, step
 
 
 @gluon.jit
@@ -545,6 +542,7 @@ def _multiply_all(
     num_blocks,
     done,
     buffers,
+    claims,
     factors,
     inner,
     out,
@@ -562,14 +560,13 @@ def _multiply_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates = _gates(num, shapes[0][1])
-    downs = _downs(num, shapes[1][1], shapes[0][1], num_steps[0], num_steps[1])
-    step = _multiply(
-        lists, done, buffers, gates, gl.to_tensor(0), factors[0], inner, shares, shapes[0],
+    gates, downs = _work(num, shapes)
+    state = _multiply(
+        lists, done, buffers, claims, gates, _start(), factors[0], inner, shares, shapes[0],
         num_tokens, num_steps[0], TOP_K, SCALE_ROWS[0], SCALE_COLUMNS[0], EPILOGUE, True,
     )  # fmt: skip
     _multiply(
-        lists, done, buffers, downs, step, factors[1], out, shares, shapes[1], num_tokens,
+        lists, done, buffers, claims, downs, state, factors[1], out, shares, shapes[1], num_tokens,
         num_steps[1], TOP_K, SCALE_ROWS[1], SCALE_COLUMNS[1], 0, False,
     )  # fmt: skip
 
@@ -620,7 +617,8 @@ def grouped_kernel(
 ):
     """Gates and ups with the activation, and then down projections, of all blocks.
 
-    All programs have to fit on the SMs together: down projections wait for the gates of others.
+    All programs have to fit on the SMs together: down projections wait for the gates of others,
+    which were claimed before.
 
     Args:
         x, x_factors: RoundedInputs in two numbers, [num_tokens, 2, size], and scales of tokens for
@@ -635,8 +633,8 @@ def grouped_kernel(
             `..._num_scales` of a row, or of a row of blocks.
         rows, experts, begins, ends, num_blocks: BlockLists.
         shares: [num_tokens, TOP_K], weights of the results.
-        progress: how many programs wait for none any more; and of each block, how many tiles of
-            gates are in `inner`: 0 between launches.
+        progress: how many programs wait for none any more; how many tiles were claimed; and of
+            each block, how many tiles of gates are in `inner`: 0 between launches.
         SCALE_ROWS, SCALE_COLUMNS: of both projections.
         AHEAD: see _fetch_to_l2.
         X_LAYOUT: of the inputs of a step in shared memory.
@@ -653,11 +651,13 @@ def grouped_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + 32 * GATHERING_WARPS)
         mbarrier.init(free.index(stage), count=1)
+    claims = make_claims(STAGES + 1)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     lists = (experts, begins, ends, rows)
-    done = progress + 1
+    counter = progress + 1
+    done = progress + 2
     # Of a projection: outputs, tiles of rows, and rows of an expert.
     shapes = (
         (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
@@ -673,6 +673,7 @@ def grouped_kernel(
                     num_blocks,
                     done,
                     (tiles, up_tiles, x_tiles, x_scales, ready, free),
+                    claims,
                     (
                         (up_scales, up_bias, up_scale_stride, up_num_scales),
                         (down_scales, down_bias, down_scale_stride, down_num_scales),
@@ -697,8 +698,9 @@ def grouped_kernel(
                     (inner, inner_scales, TOKENS),
                     lists,
                     num_blocks,
-                    (done, progress),
+                    (done, progress, counter),
                     (x_tiles, x_scales, ready, free),
+                    claims,
                     shapes,
                     size,
                     num_steps,
@@ -714,7 +716,9 @@ def grouped_kernel(
                     num_experts,
                     lists,
                     num_blocks,
+                    counter,
                     (tiles, up_tiles, ready, free),
+                    claims,
                     shapes,
                     num_steps,
                     size,
