@@ -8,7 +8,7 @@ writes all times to a file.
 
     PYTHONPATH=src python benchmarks/tune_linear.py --models gemma-3-4b llama-3-70b/2 --out FILE
 
-`/2` stands for the part of one of two ranks.
+`/2` stands for the part of one of two ranks. Of layers of experts, those of attention are tuned.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Product(NamedTuple):
 
 
 class Model(NamedTuple):
-    products: list[Product]  # qkv, output, up, down and the head
+    products: list[Product]  # qkv, output, up and down (not of experts), and the head
     normalises_branches: bool
 
 
@@ -79,18 +79,19 @@ def read_model(name: str) -> Model:
     config = read_model_config(str(CONFIGS / name)).sharded(Shard(0, int(ranks or 1)))
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(mlp, ExpertsConfig):
-        raise SystemExit(f"{name}: layers of experts have no products of their own to tune")
-    gated = mlp.kind == "gated"
-    epilogue = (GATED_EPILOGUES if gated else PLAIN_EPILOGUES)[mlp.activation]
     none = Epilogue.NONE
     products = [
         Product(attention.qkv.out_features, attention.qkv.in_features, none, False),
         Product(attention.output.out_features, attention.output.in_features, none, True),
-        Product(mlp.up.out_features // (1 + gated), mlp.up.in_features, epilogue, False),
-        Product(mlp.down.out_features, mlp.down.in_features, none, True),
-        Product(config.head.out_features, config.head.in_features, none, False),
     ]
+    if not isinstance(mlp, ExpertsConfig):
+        gated = mlp.kind == "gated"
+        epilogue = (GATED_EPILOGUES if gated else PLAIN_EPILOGUES)[mlp.activation]
+        products += [
+            Product(mlp.up.out_features // (1 + gated), mlp.up.in_features, epilogue, False),
+            Product(mlp.down.out_features, mlp.down.in_features, none, True),
+        ]
+    products.append(Product(config.head.out_features, config.head.in_features, none, False))
     return Model(products, layer.norm_placement == "around")
 
 
@@ -117,7 +118,8 @@ def candidates(product: Product, tokens: int) -> list[Choice]:
 def _with_splits(
     product: Product, tokens: int, swap: bool, rows: int, columns: int, per_sm: int
 ) -> Iterator[tuple[float, Tiles]]:
-    if product.size % columns:
+    is_padded = product.size % columns > 0
+    if is_padded and product.size < 16 * columns:
         return
     held = 64 if swap else tokens
     stage = 2 * columns * (rows * product.halves + held)
@@ -128,7 +130,8 @@ def _with_splits(
     if stages < 2 or in_flight < 48_000:
         return
     for splits in range(1, 9):
-        if splits > 1 and (product.rows > 16384 or columns * 2 * splits > product.size):
+        is_long = columns * 2 * splits <= product.size
+        if splits > 1 and (is_padded or product.rows > 16384 or not is_long):
             continue
         programs = tiles * splits
         waves = programs / (SMS * per_sm)
@@ -234,17 +237,20 @@ class Layers:
 
     def step(self) -> None:
         hidden = self.x
-        qkv, output, up, down = self.model.products[:4]
-        for w_qkv, w_output, w_up, w_down in self.weights:
+        qkv, output, *mlp, _ = self.model.products
+        for w_qkv, w_output, *w_mlp in self.weights:
             heads = run(qkv, self.norm(hidden), w_qkv)
             hidden = run(output, heads[:, : output.size], w_output)
-            hidden = run(down, run(up, self.norm(hidden), w_up), w_down)
+            if mlp:
+                up, down = mlp
+                w_up, w_down = w_mlp
+                hidden = run(down, run(up, self.norm(hidden), w_up), w_down)
 
     def norm(self, hidden: Tensor) -> Tensor:
         return norm(hidden, self.scale, 1e-6, self.residual, True, branch=self.branch)[0]
 
     def time(self, choices: dict[Product, Choice]) -> float:
-        expected = len(self.weights) * sum(p.num_bytes for p in self.model.products[:4]) / 3.5e12
+        expected = len(self.weights) * sum(p.num_bytes for p in self.model.products[:-1]) / 3.5e12
         with chosen(choices):
             return round(microseconds(self.step, len(self.weights), expected), 2)
 
