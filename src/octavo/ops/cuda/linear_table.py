@@ -34,7 +34,8 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
 
 
-# (rows of W or of each half, columns of W, epilogue) -> padded tokens -> tiles
+# (rows of W or of each half, columns of W, epilogue) -> padded tokens -> tiles, where these are not
+# `_usual_tiles`
 MEASURED: dict[tuple[int, int, Epilogue], dict[int, Tiles | None]] = {
     (6144, 4096, Epilogue.NONE): {  # Llama-3-8B qkv
         16: Tiles(16, 64, 128, 10),
@@ -126,6 +127,9 @@ MEASURED: dict[tuple[int, int, Epilogue], dict[int, Tiles | None]] = {
         64: Tiles(64, 64, 64, 6, per_sm=2, early=True),
         128: None,
     },
+    (5120, 2880, Epilogue.NONE): {  # gpt-oss-20b qkv
+        64: Tiles(64, 32, 64, 9, per_sm=2, swap=True, early=True),
+    },
 }
 
 
@@ -166,8 +170,10 @@ def choose_tiles(num_tokens: int, num_rows: int, size: int, epilogue: Epilogue) 
     padded = next((tokens for tokens in SIZES if num_tokens <= tokens), None)
     if padded is None:
         return None
-    measured = MEASURED.get((num_rows, size, epilogue))
-    return measured[padded] if measured else _usual_tiles(padded, num_rows, size, epilogue)
+    measured = MEASURED.get((num_rows, size, epilogue), {})
+    if padded in measured:
+        return measured[padded]
+    return _usual_tiles(padded, num_rows, size, epilogue)
 
 
 def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> Tiles | None:
