@@ -140,7 +140,7 @@ def test_a_better_coefficient_never_takes_more_time(name: str) -> None:
     ],
 )
 def test_decode_steps_on_h200s(name: str, num_gpus: int, batch: int, measured: float) -> None:
-    """In ms, at a context of 1,024 tokens (docs/performance.md)."""
+    """In ms, at a context of 1,024 tokens (docs/performance.md, docs/experiments.md)."""
     size = ModelSize.of(find_model(str(CONFIGS / name)), "bfloat16")
     decode = StepShape(batch, batch, batch, batch * 1024, 0, num_requests=batch)
     predicted = CostModel(size, find_gpu("h200"), num_gpus).compute_seconds(decode) * 1e3

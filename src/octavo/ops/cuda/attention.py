@@ -4,7 +4,8 @@ In each layer a step's decodes are one kernel, plus a cascade kernel where sever
 many keys; its prompts are two more (writing K and V to blocks, attention). `plan` lists the work
 items on the host (attention_work_items.py), and programs read them from device memory. The grid of
 a decode depends on the number of sequences alone, so a captured graph serves all context lengths.
-docs/performance.md has the measurements; each kernel's module says what else was tried.
+docs/performance.md has the measurements; docs/experiments.md and each kernel's module say what
+else was tried.
 """
 
 from __future__ import annotations

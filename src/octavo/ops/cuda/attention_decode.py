@@ -34,8 +34,8 @@ to 1 us longer for one sequence.
 
 Where four programs share an SM, or one has it, they fetch their first 32 or 64 keys to the L2 cache
 before the preceding kernel has ended, and load them when the queries have come: 0.3 to 1 us less
-for 4 to 64 sequences (docs/performance.md, Decode steps). A few more keys cost what they save:
-memory is not idle then. Eight and more programs on an SM lose by it.
+for 4 to 64 sequences (docs/experiments.md, First keys in the L2 cache). A few more keys cost what
+they save: memory is not idle then. Eight and more programs on an SM lose by it.
 
 Heads of 256 (Gemma 3, tiles of 16 keys; by warps, tiles in flight and programs):
                           2, 4, 528   1, 2, 1056   1, 3, 1056
@@ -66,7 +66,7 @@ the tiles of bf16; they were not measured.
 Up to 8 pairs of sequences and KV heads are a matter of latency: what counts is how many loads wait
 for others. Their splits are single tiles, which are loaded before the preceding kernel has ended
 and not waited for before the queries have come, and several programs combine them
-(docs/performance.md, Decode steps). Constants are loaded early, too:
+(docs/experiments.md, Decode attention). Constants are loaded early, too:
 after the wait, their layouts would be changed through shared memory before the queries are asked
 for, and each would be a latency of its own.
 

@@ -88,7 +88,7 @@ def pays_to_norm(num_rows: int, size: int, norms_branch: bool, is_float8: bool =
     """Whether a GEMV with W [num_rows, size] norms its input itself in less time than a kernel.
 
     Each program norms all of it, in as many instructions as some rows of W take: programs that are
-    many lose by that what the kernel would have taken. docs/performance.md has the times.
+    many lose by that what the kernel would have taken. docs/experiments.md has the times.
     """
     is_light = not norms_branch and not is_float8 and size % _NORMING[False].columns == 0
     return is_light or num_rows <= _FEW_ROWS

@@ -320,7 +320,7 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
     the place of each that ends.
 
     For the shapes of Llama 3 8B and 8 tokens, other splits, three programs on an SM, or one for
-    each take longer, and so do tiles of 128 rows (docs/performance.md).
+    each take longer, and so do tiles of 128 rows (docs/experiments.md).
     """
     halves = 2 if product.is_gated else 1
     columns, stages = 4 * BLOCK, 0
