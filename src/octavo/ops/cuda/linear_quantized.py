@@ -34,6 +34,7 @@ from octavo.ops.cuda.linear import (
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -52,6 +53,7 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
+    MOST_IN_INTEGERS,
     MOST_IN_TWO,
     SIZES,
     Choice,
@@ -247,6 +249,7 @@ class QuantizedCudaLinear:
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
+        self._takes_integers = _takes_integers(stored)
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
         has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
@@ -264,8 +267,15 @@ class QuantizedCudaLinear:
 
     def rounding(self, num_tokens: int) -> Rounding:
         """See RoundingKernel.rounding."""
+        # Who rounds inputs does not know their permutation.
+        return Rounding.NONE if self._permutation is not None else self._own_rounding(num_tokens)
+
+    def _own_rounding(self, num_tokens: int) -> Rounding:
+        """Of inputs in the order of W's columns."""
         if num_tokens > MAX_EXACT_TOKENS:
             return self._rounding
+        if self._takes_integers and 1 < num_tokens <= MOST_IN_INTEGERS:
+            return Rounding.INTEGERS
         is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
         return Rounding.IN_TWO if is_in_two else Rounding.NONE
 
@@ -292,7 +302,7 @@ class QuantizedCudaLinear:
         if num_tokens == 1 and self._scales is not None:
             return self._apply_one(x, bias, Epilogue.NONE)
         choice = self._choose(num_tokens, Epilogue.NONE)
-        rounding = self.rounding(num_tokens)
+        rounding = self._own_rounding(num_tokens)
         if rounding is not Rounding.NONE:
             rounded = round_inputs(x, rounding)
             return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
@@ -317,7 +327,7 @@ class QuantizedCudaLinear:
                     break
                 if tokens == 1 and self._scales is not None:
                     continue  # _apply_one
-                product = Product.of(tokens, self._stored, is_gated, self.rounding(tokens))
+                product = Product.of(tokens, self._stored, is_gated, self._own_rounding(tokens))
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
@@ -351,7 +361,7 @@ class QuantizedCudaLinear:
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         if len(x) == 1 and self._scales is not None:
             return self._apply_one(x, bias, epilogue)
-        rounding = self.rounding(len(x))
+        rounding = self._own_rounding(len(x))
         if rounding is not Rounding.NONE:
             return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
@@ -371,7 +381,7 @@ class QuantizedCudaLinear:
         choice = self._choices.get(place)
         if choice is None:
             self._uses.setdefault(epilogue.is_gated, epilogue)
-            rounding = self.rounding(num_tokens)
+            rounding = self._own_rounding(num_tokens)
             product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounding)
             if product is None:
                 choice = LIBRARY
@@ -424,6 +434,12 @@ class QuantizedCudaLinear:
         (rounded, scales), stored = x, self._stored
         num_tokens = len(rounded)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        if isinstance(choice, PackedTiles):
+            is_partial = is_partial and choice.splits > 1
+            out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
+            workspace = _workspace(out.device)
+            linear_few_packed(x, stored, bias, out, epilogue, choice, is_partial, workspace)
+            return out
         if isinstance(choice, Tiles):
             is_partial = is_partial and choice.splits > 1
             out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
@@ -459,6 +475,14 @@ class QuantizedCudaLinear:
             return x.index_select(1, self._permutation)
         is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         return x if is_aligned else x.contiguous().clone()
+
+
+def _takes_integers(stored: StoredWeight) -> bool:
+    """Whether linear_hopper_packed.py's kernel takes W."""
+    num_rows, size = stored.shape
+    group_blocks = stored.group // BLOCK
+    has_blocks = stored.group % BLOCK == 0 and group_blocks & (group_blocks - 1) == 0
+    return stored.format == INT4 and size % BLOCK == 0 and num_rows % 8 == 0 and has_blocks
 
 
 class Copies:

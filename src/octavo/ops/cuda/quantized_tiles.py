@@ -15,6 +15,7 @@ import triton
 
 from octavo.ops.cuda import linear_table
 from octavo.ops.cuda.linear_gemv_packed import BLOCKS, PackedPrograms
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles
 from octavo.ops.cuda.stored_weights import (
     BLOCK,
     INT4,
@@ -32,6 +33,7 @@ _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
 _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
 MOST_IN_TWO = 16  # tokens whose inputs are two e4m3 numbers each; more were not measured
+MOST_IN_INTEGERS = 16  # tokens whose inputs are two integers each
 _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
@@ -77,7 +79,9 @@ class Library:
     """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
 
 
-Choice = Tiles | PackedPrograms | linear_table.Tiles | Library  # the third with inputs in FP8
+Choice = (
+    Tiles | PackedPrograms | PackedTiles | linear_table.Tiles | Library
+)  # the third with inputs in FP8
 LIBRARY = Library()
 
 
@@ -125,6 +129,8 @@ def candidates(product: Product) -> tuple[Choice, ...]:
         return tuple(_rounded_candidates(product))
     if product.rounding is Rounding.IN_TWO:
         return (_tiles_in_two(product),)
+    if product.rounding is Rounding.INTEGERS:
+        return tuple(_packed_tiles(product))
     found: list[Choice] = []
     packed = _packed_programs(product)
     if packed is not None:
@@ -334,6 +340,36 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
     return linear_table.Tiles(
         product.tokens, 64, columns, stages, splits=splits, per_sm=2, early=True
     )
+
+
+def _packed_tiles(product: Product) -> list[PackedTiles]:
+    """Of linear_hopper_packed.py's kernel."""
+    tokens = max(product.tokens, _FEWEST_TOKENS)
+    if product.is_gated:
+        return [packed_tiles(product, tokens, 2, 2, 1, 1, 2)]
+    num_tiles = triton.cdiv(product.num_rows, 64)
+    num_steps = triton.cdiv(product.size, 4 * BLOCK)
+    splits = _splits(product.tokens, num_tiles, num_steps, 2, 4)
+    return [packed_tiles(product, tokens, 1, 4, 1, splits, 2)]
+
+
+def packed_tiles(
+    product: Product,
+    tokens: int,
+    warpgroups: int,
+    blocks: int,
+    ways: int,
+    splits: int,
+    per_sm: int,
+) -> PackedTiles:
+    """With as many stages as fit."""
+    rows = 64 * warpgroups
+    of_group = rows * (4 if product.has_zeros else 2)
+    of_block = row_bytes(product.format) * rows + 2 * BLOCK * tokens + of_group + 8 * tokens
+    shared = _SHARED_MEMORY // per_sm - 2048 - (4 * rows * tokens if ways > 1 else 0)
+    per_split = triton.cdiv(triton.cdiv(product.size, BLOCK * blocks), splits)
+    stages = max(1, min(shared // (blocks * of_block), _MAX_STAGES, per_split))
+    return PackedTiles(tokens, warpgroups, blocks, stages, ways, splits, per_sm)
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:
