@@ -22,15 +22,19 @@ from octavo.ops.cuda import (
     linear,
     linear_gemv_packed,
     linear_hopper,
+    linear_hopper_packed,
     linear_quantized,
     linear_ring,
+    linear_ring_packed,
     stored_weights,
 )
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper import linear_kernel
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.linear_ring import Ring
+from octavo.ops.cuda.linear_ring_packed import PackedRing
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     Product,
@@ -58,23 +62,27 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         for module, kernel in (
             (linear_quantized, "quantized_linear_kernel"),
             (linear_gemv_packed, "_linear_packed_kernel"),
+            (linear_hopper_packed, "linear_packed_kernel"),
             (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
             (linear_ring, "_linear_ring_kernel"),
+            (linear_ring_packed, "_linear_ring_packed_kernel"),
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
         for module in (linear_quantized, linear):
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
         monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
-        monkeypatch.setattr(linear_ring, "num_sms", lambda device: 3)
+        for module in (linear_ring, linear_ring_packed):
+            monkeypatch.setattr(module, "num_sms", lambda device: 3)
     return device
 
 
 @pytest.fixture
 def rings(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device, whose rings take few rows, too."""
-    monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
+    for module in (linear_ring, linear_ring_packed):
+        monkeypatch.setattr(module, "_FEWEST_ROWS", 1)
     return hopper
 
 
@@ -200,6 +208,48 @@ def test_one_token_times_float8_by_a_ring(
         assert relative(kernel.apply(x, bias, epilogue), wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("size", "ring"),
+    [(1280, PackedRing(1, 3, 150)), (2560, PackedRing(2, 1, 150)), (4096, PackedRing(4, 2, 150))],
+)
+@pytest.mark.parametrize("adds", [False, True])
+def test_one_token_times_4_bits_by_a_ring(
+    rings: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    adds: bool,
+    size: int,
+    ring: PackedRing,
+    has_zeros: bool,
+    epilogue: Epilogue,
+) -> None:
+    """More stages than the ring has, and a last one that is not whole."""
+    monkeypatch.setattr(linear_ring_packed, "choose_packed_ring", lambda *args: ring)
+    sizes = torch.logspace(-2, 0, 144, device=rings)
+    dense = inputs(144, size, torch.float32, rings) * sizes[:, None] * size**-0.5
+    form = GroupedInt.quantize(dense.bfloat16(), 4, 128)
+    if has_zeros:
+        zeros = torch.arange(form.scales.numel(), device=rings) % 16
+        form = replace(form, zeros=zeros.view(form.scales.shape).to(torch.int16))
+    kernel = make_kernel(form, torch.bfloat16, is_chained=True)
+    assert kernel is not None
+    x, residual, scale = inputs(3, size, torch.bfloat16, rings).unsqueeze(1)
+    bias = dense[:, 0].bfloat16()
+    stream = (x + residual if adds else x).double()
+    assert kernel.norms_inputs(1, norms_branch=False)
+    if adds:
+        stream = torch.nn.functional.rms_norm(stream, (size,), scale[0].double(), 1e-5)
+    y = stream @ form.dequantize().t().double() + bias
+    wanted = apply_epilogue(y, epilogue)
+    if adds:
+        given = DeferredNorm(x, scale[0], 1e-5, 0.0, residual, torch.empty_like(x))
+        assert relative(kernel.apply_normed(given, bias, epilogue), wanted) < 3e-3
+    else:
+        assert relative(kernel.apply(x, bias, epilogue), wanted) < 3e-3
+        assert relative(kernel.apply_partial(x, bias), y) < 3e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("has_groups", [False, True])
@@ -293,6 +343,52 @@ def test_one_token_of_any_magnitude(
         assert relative(actual, wanted) < TOLERANCE or not largest
     else:
         assert not actual.isfinite().any()
+
+
+@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (0, True)])
+@pytest.mark.parametrize(
+    ("size", "num_tokens", "tiles", "epilogue"),
+    [
+        (1024, 5, PackedTiles(8, 1, 4, 2), Epilogue.NONE),
+        (1152, 8, PackedTiles(8, 2, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
+        (1024, 13, PackedTiles(16, 2, 4, 1), Epilogue.SILU_MUL),
+        (640, 3, PackedTiles(4, 2, 2, 2), Epilogue.SILU_MUL),
+        (1408, 20, PackedTiles(16, 1, 2, 3, ways=2, splits=3), Epilogue.NONE),  # as partial sums
+    ],
+)
+def test_few_tokens_times_4_bits_with_any_tiles(
+    hopper: torch.device,
+    group: int,
+    has_zeros: bool,
+    size: int,
+    num_tokens: int,
+    tiles: PackedTiles,
+    epilogue: Epilogue,
+) -> None:
+    """group: 0 for one of all inputs."""
+    dtype = torch.float16 if size == 640 else torch.bfloat16
+    dense = inputs(144, size, torch.bfloat16, hopper) * size**-0.5
+    form = GroupedInt.quantize(dense, 4, group or size)
+    if has_zeros:
+        zeros = torch.arange(form.scales.numel(), device=hopper) % 16
+        form = replace(form, zeros=zeros.view(form.scales.shape).to(torch.int16))
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    x, bias = inputs(num_tokens, size, dtype, hopper), inputs(1, 144, dtype, hopper)[0]
+    wanted = apply_epilogue(x.double() @ form.dequantize().t().double() + bias, epilogue)
+    is_partial = size == 1408
+    shape = (tiles.splits,) * is_partial + wanted.shape
+    out = torch.full(shape, torch.nan, dtype=torch.float32 if is_partial else dtype, device=hopper)
+    rounded = round_inputs(x, Rounding.INTEGERS)
+    workspace = linear._workspace(hopper)
+    for _ in range(2):  # and the workspace is ready for the next product
+        linear_few_packed(
+            rounded, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial, workspace
+        )
+        if is_partial:
+            assert relative(out.sum(dim=0), wanted) < 1e-4  # of inputs as integers
+        else:
+            assert relative(out, wanted) < 3e-3  # of results in 16 bits
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -89,11 +89,11 @@ def linear_few_packed(
     of_groups = [tiles.blocks, WARPGROUP_ROWS]
     sums, arrivals = workspace
     linear_packed_kernel[grid](
-        _descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
-        _descriptor(x_scales.view(2 * num_blocks, -1), [2 * tiles.blocks, tiles.tokens], 0),
-        _descriptor(weight, block, 128),
-        _descriptor(_by_group(stored.scales, stored), of_groups, 0),
-        None if stored.zeros is None else _descriptor(_by_group(stored.zeros, stored), of_groups, 0),
+        packed_descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
+        packed_descriptor(x_scales.view(2 * num_blocks, -1), [2 * tiles.blocks, tiles.tokens], 0),
+        packed_descriptor(weight, block, 128),
+        packed_descriptor(_by_group(stored.scales, stored), of_groups, 0),
+        None if stored.zeros is None else packed_descriptor(_by_group(stored.zeros, stored), of_groups, 0),
         bias,
         out,
         sums,
@@ -127,16 +127,16 @@ def _by_group(values: Tensor, stored: StoredWeight) -> Tensor:
     return values.as_strided((stored.num_groups, stored.shape[0]), (stored.shape[0], 1))
 
 
-def _descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
+def packed_descriptor(matrix: Tensor, block: list[int], swizzle: int) -> Any:
     """The TMA descriptor for fetching such blocks of `matrix`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, block, _layout(swizzle, matrix.dtype))
+    return TensorDescriptor.from_tensor(matrix, block, _layout(swizzle, matrix.dtype, len(block)))
 
 
 @cache
-def _layout(swizzle: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
+def _layout(swizzle: int, dtype: torch.dtype, rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=rank)
 
 
 @gluon.jit

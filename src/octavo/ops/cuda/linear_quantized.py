@@ -48,6 +48,7 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     quantized_linear_kernel,
 )
 from octavo.ops.cuda.linear_ring import linear_by_ring, takes_ring
+from octavo.ops.cuda.linear_ring_packed import linear_by_packed_ring, takes_packed_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
@@ -259,6 +260,8 @@ class QuantizedCudaLinear:
         takes_one = self._scales is not None and dtype == torch.bfloat16
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
         self._is_in_ring = is_chained and takes_one and has_whole_pieces
+        is_packed = permutation is None and takes_packed_ring(stored)
+        self._is_in_packed_ring = is_chained and is_packed
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -286,9 +289,9 @@ class QuantizedCudaLinear:
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
-        is_served = num_tokens == 1 and self._scales is not None
+        is_served = num_tokens == 1 and self._takes_one
         num_rows, size = self._stored.shape
-        if self._is_in_ring:
+        if self._is_in_ring or self._is_in_packed_ring:
             return is_served
         return is_served and pays_to_norm(num_rows, size, norms_branch, is_float8=True)
 
@@ -299,7 +302,7 @@ class QuantizedCudaLinear:
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
-        if num_tokens == 1 and self._scales is not None:
+        if num_tokens == 1 and self._takes_one:
             return self._apply_one(x, bias, Epilogue.NONE)
         choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self._own_rounding(num_tokens)
@@ -325,7 +328,7 @@ class QuantizedCudaLinear:
             for tokens, before in zip(SIZES, (0, *SIZES), strict=False):
                 if before >= max_tokens:
                     break
-                if tokens == 1 and self._scales is not None:
+                if tokens == 1 and self._takes_one:
                     continue  # _apply_one
                 product = Product.of(tokens, self._stored, is_gated, self._own_rounding(tokens))
                 assert product is not None
@@ -359,7 +362,7 @@ class QuantizedCudaLinear:
         return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        if len(x) == 1 and self._scales is not None:
+        if len(x) == 1 and self._takes_one:
             return self._apply_one(x, bias, epilogue)
         rounding = self._own_rounding(len(x))
         if rounding is not Rounding.NONE:
@@ -367,10 +370,17 @@ class QuantizedCudaLinear:
         choice = self._choose(len(x), epilogue)
         return self._multiply(x, bias, epilogue, choice)
 
+    @property
+    def _takes_one(self) -> bool:
+        """Whether a GEMV or a ring takes one token."""
+        return self._scales is not None or self._is_in_packed_ring
+
     def _apply_one(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        """One token, where there are `_scales`."""
+        """One token, with `_takes_one`."""
+        if self._is_in_packed_ring:
+            return linear_by_packed_ring(x, self._stored, bias, epilogue)
         weight, scales = self._stored.weight, self._scales
         if not self._is_in_ring:
             return linear_one(x, weight, bias, epilogue, scales=scales)
