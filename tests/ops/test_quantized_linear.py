@@ -31,7 +31,7 @@ from octavo.ops.cuda import (
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper import linear_kernel
-from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles, empty_integers, linear_few_packed
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.linear_ring import Ring
 from octavo.ops.cuda.linear_ring_packed import PackedRing
@@ -389,6 +389,33 @@ def test_few_tokens_times_4_bits_with_any_tiles(
             assert relative(out.sum(dim=0), wanted) < 1e-4  # of inputs as integers
         else:
             assert relative(out, wanted) < 3e-3  # of results in 16 bits
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_gates_times_4_bits_write_the_next_inputs_as_integers(
+    hopper: torch.device, has_zeros: bool
+) -> None:
+    up, down = (
+        StoredWeight.of(made("int4-asymmetric" if has_zeros else "int4", *shape, hopper))
+        for shape in ((512, 384), (72, 256))
+    )
+    assert up is not None
+    assert down is not None
+    x, bias = inputs(5, 384, torch.bfloat16, hopper), inputs(1, 512, torch.bfloat16, hopper)[0]
+    x[2] *= 1e4
+    workspace = linear._workspace(hopper)
+    given = round_inputs(x, Rounding.INTEGERS)
+    exact, y = x.new_empty((5, 256), dtype=torch.float32), x.new_empty((5, 72), dtype=torch.float32)
+    tiles, epilogue = PackedTiles(8, 2, 2, 2), Epilogue.SILU_MUL
+    linear_few_packed(given, up, bias, exact, epilogue, tiles, False, workspace)
+    inner = empty_integers(5, 256, hopper)
+    linear_few_packed(given, up, bias, inner, epilogue, tiles, False, workspace)
+    tiles = PackedTiles(8, 1, 2, 1)
+    linear_few_packed(inner, down, None, y, Epilogue.NONE, tiles, False, workspace)
+    dense = torch.empty(72, 256, device=hopper)
+    stored_weights.dequantize(down, dense)
+    for token, wanted in zip(y, exact.double() @ dense.t().double(), strict=True):
+        assert relative(token, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("bits", [8, 4])

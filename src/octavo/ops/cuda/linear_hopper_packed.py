@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_gemv_packed import _UNPACK
-from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
+from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile, _finish
 from octavo.ops.cuda.linear_hopper_quantized import _halves, _interleave
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.quantize import _LARGEST, _ROUNDER, _SMALLEST
 from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import RoundedInputs
@@ -65,18 +66,21 @@ def linear_few_packed(
     x: RoundedInputs,
     stored: StoredWeight,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | RoundedInputs,
     epilogue: Epilogue,
     tiles: PackedTiles,
     is_partial: bool,
     workspace: tuple[Tensor, Tensor],
 ) -> None:
+    results, out_scales = out if isinstance(out, RoundedInputs) else (out, None)
     values, x_scales = x
     num_tokens, _, size = values.shape
-    num_rows = out.shape[-1]
+    num_rows = results.shape[-1]
     num_blocks = size // BLOCK
     assert size % BLOCK == 0
     assert stored.format == INT4
+    kinds = 2 * len(x_scales) // num_blocks
+    assert kinds in (2, 4)
     group_blocks = stored.group // BLOCK if stored.group else triton.cdiv(num_blocks, 4) * 4
     rows = WARPGROUP_ROWS if epilogue.is_gated else WARPGROUP_ROWS * tiles.warpgroups
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
@@ -90,12 +94,13 @@ def linear_few_packed(
     sums, arrivals = workspace
     linear_packed_kernel[grid](
         packed_descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
-        packed_descriptor(x_scales.view(2 * num_blocks, -1), [2 * tiles.blocks, tiles.tokens], 0),
+        packed_descriptor(x_scales.flatten(0, 1), [kinds * tiles.blocks, tiles.tokens], 0),
         packed_descriptor(weight, block, 128),
         packed_descriptor(_by_group(stored.scales, stored), of_groups, 0),
         None if stored.zeros is None else packed_descriptor(_by_group(stored.zeros, stored), of_groups, 0),
         bias,
-        out,
+        results,
+        out_scales,
         sums,
         arrivals,
         num_tokens,
@@ -103,6 +108,7 @@ def linear_few_packed(
         num_blocks,
         tiles.splits,
         group_blocks,
+        0 if out_scales is None else out_scales.stride(1),
         STAGES=tiles.stages,
         BLOCKS=tiles.blocks,
         HALVES=tiles.warpgroups,
@@ -118,8 +124,16 @@ def linear_few_packed(
         EARLY=tiles.early,
         num_warps=warps,
         maxnreg=own,
-        **launch_options(out.device),
+        **launch_options(values.device),
     )
+
+
+def empty_integers(num_tokens: int, size: int, device: torch.device) -> RoundedInputs:
+    """What gates and ups write for the next product: `size` inputs with scales for groups of as
+    many outputs as a tile has."""
+    values = torch.empty((num_tokens, 2, size), dtype=torch.int8, device=device)
+    shape = size // WARPGROUP_ROWS, 2, triton.cdiv(num_tokens, 4) * 4  # TMA needs whole 16 bytes
+    return RoundedInputs(values, torch.empty(shape, dtype=torch.float32, device=device))
 
 
 def _by_group(values: Tensor, stored: StoredWeight) -> Tensor:
@@ -178,7 +192,8 @@ def _fetch_inputs(x, x_scales, x_tiles, x_scale_tiles, bar, token, stage, block)
     for j in gl.static_range(BLOCKS):
         target = x_tiles.index(stage * BLOCKS + j)
         _fetch_tile(x, [2 * token, (block + j) * _BLOCK], bar, target)
-    _fetch_tile(x_scales, [2 * block, token], bar, x_scale_tiles.index(stage))
+    KINDS: gl.constexpr = x_scale_tiles.shape[1] // BLOCKS
+    _fetch_tile(x_scales, [KINDS * block, token], bar, x_scale_tiles.index(stage))
 
 
 @gluon.jit
@@ -234,18 +249,28 @@ def _produce(
 
 
 @gluon.jit
+def _four_columns(values):
+    even, odd = gl.split(values.reshape([values.shape[0], 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
 def _columns(values):
-    """[n, 1, 2 or 4] values as a tuple of its columns."""
+    """[n, 1, 2, 4 or 8] values as a tuple of columns."""
     COUNT: gl.constexpr = values.shape[1]
     if COUNT == 1:
         found = (values.reshape([values.shape[0]]),)
     elif COUNT == 2:
         found = gl.split(values)
+    elif COUNT == 4:
+        found = _four_columns(values)
     else:
-        even, odd = gl.split(values.reshape([values.shape[0], 2, 2]))
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        found = (first, second, third, fourth)
+        even, odd = gl.split(values.reshape([values.shape[0], 4, 2]))
+        a, c, e, g = _four_columns(even)
+        b, d, f, h = _four_columns(odd)
+        found = (a, b, c, d, e, f, g, h)
     return found
 
 
@@ -318,10 +343,14 @@ def _of_rows(tiles, stage, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _of_tokens(tiles, stage, LAYOUT: gl.constexpr):
-    """Scales and totals of the inputs of a stage's blocks, float32 [tokens] each."""
-    KINDS: gl.constexpr = tiles.shape[1]  # two for each block
+    """Scales and totals of a stage's groups of inputs, float32 [tokens] each."""
+    KINDS: gl.constexpr = tiles.shape[1]  # two for each group
     TOKENS: gl.constexpr = tiles.shape[2]
-    MANY: gl.constexpr = [[1, 0], [2, 0]] + ([[4, 0]] if KINDS == 8 else [])
+    MANY: gl.constexpr = (
+        [[1, 0], [2, 0]]
+        + ([[4, 0]] if KINDS > 4 else [])
+        + ([[8, 0]] if KINDS > 8 else [])
+    )
     MORE: gl.constexpr = ([[0, 4]] if TOKENS > 4 else []) + ([[0, 8]] if TOKENS > 8 else [])
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
         MORE + MANY,
@@ -343,8 +372,8 @@ def _of_tokens(tiles, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _left(words, LAYOUT: gl.constexpr):
-    """Words [rows, 16] -> 16 (q - 8), int8 [rows, 128], the left operand."""
+def _left(words, LAYOUT: gl.constexpr, HALVES: gl.constexpr):
+    """Words [rows, 16] -> 16 (q - 8), int8 [rows, 128] or both halves of it, as left operands."""
     parts = gl.inline_asm_elementwise(
         _UNPACK,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
@@ -354,7 +383,16 @@ def _left(words, LAYOUT: gl.constexpr):
         pack=4,
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
-    return gl.convert_layout(_interleave(parts), OPERAND, assert_trivial=True)
+    a, b, e, f, c, d, g, h = parts  # of the highest bit of an input's place: octets of four words
+    if HALVES == 1:
+        whole = _interleave((a, b, c, d, e, f, g, h))
+        found = (gl.convert_layout(whole, OPERAND, assert_trivial=True),)
+    else:
+        found = (
+            gl.convert_layout(_interleave((a, b, c, d)), OPERAND, assert_trivial=True),
+            gl.convert_layout(_interleave((e, f, g, h)), OPERAND, assert_trivial=True),
+        )
+    return found
 
 
 @gluon.jit
@@ -365,10 +403,15 @@ def _both(sums):
 
 
 @gluon.jit
-def _scaled(products, of_token, factor, shift):
-    """What a block adds to the sums, 16 times: of its products with integers, scales and totals of
-    the inputs, and scales and zero points, if there are any, of the weights."""
-    scale, total = of_token
+def _scaled(products, of_tokens, factor, shift):
+    """What a block, or a half of one, adds to the sums, 16 times.
+
+    Args:
+        products: of integers.
+        of_tokens: scales and totals of the inputs.
+        factor, shift: scales of W, and its zero points, if there are any.
+    """
+    scale, total = of_tokens
     values = _both(products) * scale[None, :]
     if shift is not None:
         values -= shift[:, None] * (total * 16.0)[None, :]
@@ -398,6 +441,8 @@ def _sums(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
     )
+    X_GROUPS: gl.constexpr = x_scale_tiles.shape[1] // (2 * BLOCKS)  # of a block
+    WIDTH: gl.constexpr = _BLOCK // X_GROUPS
     nothing = gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT)
     acc = _both(nothing)
     ADDED: gl.constexpr = acc.type.layout
@@ -417,17 +462,55 @@ def _sums(
                     words, second_words = _words(tiles, (stage * BLOCKS + j) // 2, TILED)
                 else:
                     words = second_words
-                right = x_tiles.index(stage * BLOCKS + j).permute((1, 0))
-                left = _left(words, LAYOUT)
-                part = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
-                parts += (part,)  # type: ignore[assignment]
+                lefts = _left(words, LAYOUT, X_GROUPS)
+                inputs = x_tiles.index(stage * BLOCKS + j)
+                for half in gl.static_range(X_GROUPS):
+                    right = inputs.slice(half * WIDTH, WIDTH, 1).permute((1, 0))
+                    part = warpgroup_mma(lefts[half], right, nothing, use_acc=False, is_async=True)
+                    parts += (part,)  # type: ignore[assignment]
             if j > 0:
-                done = warpgroup_mma_wait(1 if j < BLOCKS else 0, deps=[parts[j - 1]])
                 factor = factors[(j - 1) // GROUP_BLOCKS]
                 shift = shifts[(j - 1) // GROUP_BLOCKS] if HAS_ZEROS else None
-                acc += _scaled(done, of_tokens[j - 1], factor, shift)
+                for half in gl.static_range(X_GROUPS):
+                    done = warpgroup_mma_wait(
+                        X_GROUPS - 1 - half + (X_GROUPS if j < BLOCKS else 0),
+                        deps=[parts[(j - 1) * X_GROUPS + half]],
+                    )
+                    acc += _scaled(done, of_tokens[(j - 1) * X_GROUPS + half], factor, shift)
         mbarrier.arrive(free.index(stage), count=1)
     return acc
+
+
+@gluon.jit
+def _finish_in_integers(
+    gates, ups, bias, targets, shape, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr
+):
+    """As `_finish` of linear_hopper.py, with results as two integers each, of groups of as many
+    outputs as the tile has: as `round_inputs` makes them, but that they are not rounded before."""
+    token, row, num_tokens, num_rows = shape
+    out, out_scales, out_stride = targets
+    LAYOUT: gl.constexpr = gates.type.layout
+    rows = row + gl.arange(0, gates.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    tokens = token + gl.arange(0, gates.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    if HAS_BIAS:
+        gates += gl.load(bias + rows).to(gl.float32)[:, None]
+        ups += gl.load(bias + num_rows + rows).to(gl.float32)[:, None]
+    results = _activate_gated(gates, ups, EPILOGUE)
+    sizes = results.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN on top
+    largest = gl.maximum(gl.max(sizes, 0), _SMALLEST).to(gl.float32, bitcast=True)
+    sums = results * (_LARGEST / largest)[None, :] + _ROUNDER
+    scale = largest / _LARGEST
+    total = gl.sum(sums - _ROUNDER, 0) * scale
+    bits = sums.to(gl.int32, bitcast=True)
+    # Bits of a place as `_in_order_of_words` of quantize.py moves them.
+    places = (rows & -48) | ((rows >> 5) & 1) | ((rows & 2) << 4) | (rows & 12) | ((rows & 1) << 1)
+    target = out + (tokens.to(gl.int64) * (2 * num_rows))[None, :] + places[:, None]
+    is_token = (tokens < num_tokens)[None, :]
+    gl.store(target, (bits >> 8).to(gl.int8), mask=is_token)
+    gl.store(target + num_rows, (bits ^ 0x80).to(gl.int8), mask=is_token)
+    of_group = out_scales + row // _WARPGROUP_ROWS * 2 * out_stride + tokens
+    gl.store(of_group, scale, mask=tokens < num_tokens)
+    gl.store(of_group + out_stride, total, mask=tokens < num_tokens)
 
 
 @gluon.jit
@@ -471,6 +554,7 @@ def linear_packed_kernel(
     zeros,
     bias,
     out,
+    out_scales,
     sums,
     arrivals,
     num_tokens,
@@ -478,6 +562,7 @@ def linear_packed_kernel(
     num_blocks,
     num_splits,
     group_blocks,
+    out_stride,
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -597,7 +682,11 @@ def linear_packed_kernel(
         adds_bias = True
         if PARTIAL:
             adds_bias = split == 0
-        if GATED:
+        if GATED and out_scales is not None:
+            gates, ups = _halves(acc)
+            targets = (out, out_scales, out_stride)
+            _finish_in_integers(gates, ups, bias, targets, shape, EPILOGUE, HAS_BIAS)
+        elif GATED:
             gates, ups = _halves(acc)
             _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
         else:

@@ -267,7 +267,7 @@ def _store_integers(part, target, scale_target, total_target):
     bits = sums.to(gl.int32, bitcast=True)
     both = gl.join((bits >> 8).to(gl.int8), (bits ^ 0x80).to(gl.int8))
     PIECES: gl.constexpr = part.shape[0]
-    places = both.reshape([PIECES, 2, 2, 2, 4, 2, 2, 2]).permute((0, 7, 5, 1, 3, 4, 6, 2))
+    places = both.reshape([PIECES, 2, 2, 2, 4, 2, 2, 2]).permute((0, 7, 1, 5, 3, 4, 6, 2))
     target.store(places.reshape([2 * PIECES, _PIECE]))
     scales = largest / _LARGEST
     scale_target.store(scales)
@@ -420,7 +420,7 @@ def _linear_ring_packed_kernel(
                 # A block is unpacked while the one before it is multiplied.
                 if j < HALVES * BLOCKS:
                     inputs = right.index(own_step * BLOCKS + j % BLOCKS).permute((1, 0))
-                    unpacked = _left(words[j], SUMS)
+                    (unpacked,) = _left(words[j], SUMS, 1)
                     product = warpgroup_mma(
                         unpacked, inputs, nothing, use_acc=False, is_async=True
                     )

@@ -98,9 +98,7 @@ def store_rounded(
     targets = scales + group.to(tl.int64) * scale_stride + row
     is_group = group * GROUP < size
     if ROUNDING == _INTEGERS:
-        place = places % GROUP
-        source = rounded + row * 2 * size + (places - place + place_of_integer(place))
-        scale, total = _store_integers(values, source, size, inside)
+        scale, total = _store_integers(values, rounded + row * 2 * size + places, size, inside)
         tl.store(targets + scale_stride // 2, total, mask=is_group)
     elif ROUNDING == _IN_TWO:
         scale = _store_in_two(values, top, rounded + row * 2 * size + places, size, inside)
@@ -112,14 +110,15 @@ def store_rounded(
 
 
 @triton.jit
-def place_of_integer(place):
-    """Where the integers of an input are, in the group of 128 in which it is at `place`.
+def _in_order_of_words(values):
+    """Integers of inputs [groups, 128] in the order in which words of 4 bits are unpacked.
 
-    Words of 4 bits are unpacked by octets (pack_integers, linear_hopper_packed.py): four neighbours
-    are the same place of two planes, and the next place of both.
+    They are unpacked by octets (pack_integers, linear_hopper_packed.py): four neighbours are the
+    same place of two planes, and the next place of both.
     """
-    plane = ((place >> 1) & 32) | (place & 16) | ((place >> 5) & 1)
-    return plane | ((place & 2) << 5) | (place & 12) | ((place & 1) << 1)
+    GROUPS: tl.constexpr = values.shape[0]
+    bits = tl.reshape(values, [GROUPS, 2, 2, 2, 4, 2, 2])  # of an input's place, from the highest
+    return tl.reshape(tl.permute(bits, (0, 1, 5, 3, 4, 6, 2)), [GROUPS, 128])
 
 
 @triton.jit
@@ -131,8 +130,8 @@ def _store_integers(values, places, size, inside):
     largest = tl.maximum(largest, _SMALLEST).to(tl.float32, bitcast=True)
     sums = values * (_LARGEST / largest) + _ROUNDER
     bits = sums.to(tl.int32, bitcast=True)
-    tl.store(places, (bits >> 8).to(tl.int8), mask=inside)
-    tl.store(places + size, (bits ^ 0x80).to(tl.int8), mask=inside)
+    tl.store(places, _in_order_of_words((bits >> 8).to(tl.int8)), mask=inside)
+    tl.store(places + size, _in_order_of_words((bits ^ 0x80).to(tl.int8)), mask=inside)
     scale = largest / _LARGEST
     return scale, tl.sum(sums - _ROUNDER, 1, keep_dims=True) * scale
 
