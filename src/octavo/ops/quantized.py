@@ -116,7 +116,7 @@ def _integers(grouped: Tensor, top: Tensor) -> RoundedInputs:
     high = (rounded + 128) >> 8
     both = torch.stack((high, rounded - 256 * high), dim=1).to(torch.int8)
     ordered = both.view(num_tokens, 2, num_groups, 2, 2, 2, 4, 2, 2)
-    values = ordered.permute(0, 1, 2, 3, 7, 5, 6, 8, 4).reshape(num_tokens, 2, num_groups * group)
+    values = ordered.permute(0, 1, 2, 7, 3, 5, 6, 8, 4).reshape(num_tokens, 2, num_groups * group)
     scales = largest / LARGEST_INTEGER
     scales = torch.stack((scales, rounded.sum(dim=-1) * scales), dim=-1)
     return RoundedInputs(values, scales.permute(1, 2, 0).contiguous())

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda import stored_weights
 from octavo.ops.cuda.epilogues import (
     CLAMPED_SWIGLU,
     GELU,
@@ -36,17 +37,32 @@ from octavo.ops.cuda.epilogues import (
     SWIGLU_LIMIT,
 )
 
+CHUNK_ROWS = tl.constexpr(stored_weights.CHUNK_ROWS)
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
+def fetch_rows(weight, row, step, bar, target):
+    """Load rows of W from `row` on, of as many columns as the descriptor has.
+
+    step: which of those that lie side by side.
+    """
+    SHAPE: gl.constexpr = weight.block_type.shape
+    if len(SHAPE) == 4:  # chunks of packed integers (stored_weights.py)
+        _fetch_tile(weight, [row // CHUNK_ROWS, step, row % CHUNK_ROWS, 0], bar, target)
+    else:
+        _fetch_tile(weight, [row, step * SHAPE[1]], bar, target)
+
+
+@gluon.jit
+def _fetch_weights(weight, tiles, ready, stage, row, up_row, step, GATED: gl.constexpr):
     HALVES: gl.constexpr = 2 if GATED else 1
-    _fetch_tile(weight, [row, column], ready.index(stage), tiles.index(stage * HALVES))
+    bar = ready.index(stage)
+    fetch_rows(weight, row, step, bar, tiles.index(stage * HALVES))
     if GATED:
-        _fetch_tile(weight, [up_row, column], ready.index(stage), tiles.index(stage * 2 + 1))
+        fetch_rows(weight, up_row, step, bar, tiles.index(stage * 2 + 1))
 
 
 @gluon.jit
@@ -66,13 +82,12 @@ def _produce(
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
     BK: gl.constexpr = x_tiles.shape[2]
-    WIDTH: gl.constexpr = tiles.shape[2]  # BK, unless several weights share an element
     WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
     BYTES: gl.constexpr = WEIGHT_BYTES + x.block_type.nbytes
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, ready, i, row, up_row, (first + i) * WIDTH, GATED)
+        _fetch_weights(weight, tiles, ready, i, row, up_row, first + i, GATED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -81,8 +96,7 @@ def _produce(
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        column = (first + i) * WIDTH
-        _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED)
+        _fetch_weights(weight, tiles, ready, stage, row, up_row, first + i, GATED)
         _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.

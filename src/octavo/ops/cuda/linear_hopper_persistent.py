@@ -27,8 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC, SCALE_RESULT, SCALE_WEIGHTS
+from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish, fetch_rows
+from octavo.ops.cuda.linear_hopper_quantized import (
+    SCALE_RESULT,
+    SCALE_WEIGHTS,
+    allocate_tiles,
+    as_matrices,
+)
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
 HALF = BLOCK // 2  # inputs that are converted at once
@@ -92,12 +97,11 @@ def _fetch_weights(weight, tiles, ready, i, work, sizes, GATED: gl.constexpr):
     _, num_rows, token_tiles = sizes
     STAGES: gl.constexpr = ready.shape[0]
     PIECES: gl.constexpr = tiles.shape[0] // STAGES
-    ROWS: gl.constexpr = tiles.shape[1]
-    WIDTH: gl.constexpr = tiles.shape[2]
+    SHAPE: gl.constexpr = weight.block_type.shape
+    ROWS: gl.constexpr = SHAPE[0] if len(SHAPE) == 2 else SHAPE[0] * SHAPE[2]
     stage = i % STAGES
     tile, block = _locate(i, work)
     tile = tile // token_tiles
-    column = block * WIDTH
     mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
     for piece in gl.static_range(PIECES):
         if GATED:
@@ -105,7 +109,7 @@ def _fetch_weights(weight, tiles, ready, i, work, sizes, GATED: gl.constexpr):
         else:
             row = tile * (PIECES * ROWS) + piece * ROWS
         place = tiles.index(stage * PIECES + piece)
-        _fetch_tile(weight, [row, column], ready.index(stage), place)
+        fetch_rows(weight, row, block, ready.index(stage), place)
 
 
 @gluon.jit
@@ -591,8 +595,8 @@ def persistent_linear_kernel(
         HALVES: of a block of x, in one of X_STAGES. With both, STAGES are as many.
         UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
-    WIDTH: gl.constexpr = weight.block_type.shape[1]
-    PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
+    SHAPE: gl.constexpr = weight.block_type.shape
+    PIECES: gl.constexpr = ROWS // (SHAPE[0] if len(SHAPE) == 2 else SHAPE[0] * SHAPE[2])
     WIDE: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
@@ -607,15 +611,8 @@ def persistent_linear_kernel(
         UNPACK_LOW,
         UNPACK_HIGH,
     )
-    pieces = gl.allocate_shared_memory(
-        weight.dtype, [STAGES * PIECES, ROWS // PIECES, WIDTH], weight.layout
-    )
-    tiles = pieces
-    if GATED:
-        if _IS_PUBLIC:
-            tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-        else:
-            tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
+    pieces = allocate_tiles(weight, STAGES * PIECES)
+    tiles = as_matrices(pieces, STAGES, ROWS)
     x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES * HALVES, WIDE, _HALF], x.layout)
     rest_tiles = x_tiles
     if REST:

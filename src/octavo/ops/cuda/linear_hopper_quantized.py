@@ -11,9 +11,8 @@ both operands from shared memory as they are, and the sums of a block are scaled
 up.
 
 With up to 16 tokens each warp multiplies for itself (mma): many small programs hide how long each
-of them waits. A stage may have two blocks then, so that warps wait for each other half as often and
-words of a row come in pieces of 128 bytes. With more tokens, the warps of a group multiply together
-(wgmma), while they dequantize the next tile.
+of them waits. With more tokens, the warps of a group multiply together (wgmma), while they
+dequantize the next tile.
 
 Integers come packed for this (stored_weights.py): a thread's two neighbouring words hold the pairs
 of inputs that it needs, so that one logical operation makes two numbers of them, by placing the
@@ -216,6 +215,32 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def allocate_tiles(weight, COUNT: gl.constexpr):
+    """So many tiles in shared memory, as the descriptor of W fetches them."""
+    SHAPE: gl.constexpr = weight.block_type.shape
+    if len(SHAPE) == 4:  # chunks of packed integers (stored_weights.py)
+        tiles = gl.allocate_shared_memory(
+            weight.dtype, [COUNT, SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3]], weight.layout
+        )
+    else:
+        tiles = gl.allocate_shared_memory(weight.dtype, [COUNT, SHAPE[0], SHAPE[1]], weight.layout)
+    return tiles
+
+
+@gluon.jit
+def as_matrices(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The same memory as [COUNT, ROWS, columns of a tile]."""
+    WIDTH: gl.constexpr = tiles.shape[-1]
+    BYTES: gl.constexpr = 4 if gl.int32 == tiles.dtype else 1
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, WIDTH * BYTES), 8 * BYTES, 2)
+    if _IS_PUBLIC:
+        matrices = tiles.reinterpret(tiles.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
+    else:
+        matrices = tiles._reinterpret(tiles.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
+    return matrices
+
+
+@gluon.jit
 def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
     rows = gl.arange(0, ROWS, layout=LAYOUT)
@@ -313,8 +338,7 @@ def _consume(
     BM: gl.constexpr = x_tiles.shape[1]
     DTYPE: gl.constexpr = x_tiles.dtype
     KEEP: gl.constexpr = SCALE != _SCALE_SUMS
-    BLOCKS: gl.constexpr = x_tiles.shape[2] // _BLOCK
-    first_group = first * BLOCKS // GROUP_BLOCKS * PARTS
+    first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
         _stage(scales, staged, places, first_group, GATED)
     if HAS_ZEROS:
@@ -336,16 +360,13 @@ def _consume(
         for i in range(count):
             stage = i % STAGES
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            xs = _apart(x_tiles.index(stage).permute((1, 0)).load(RIGHT), 0, BLOCKS)
-            stored = _apart(tiles.index(stage).load(LEFT), 1, BLOCKS)
+            xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
+            stored = tiles.index(stage).load(LEFT)
             mbarrier.arrive(free.index(stage), count=1)
-            for block in gl.static_range(BLOCKS):
-                group = ((first + i) * BLOCKS + block) // GROUP_BLOCKS * PARTS - first_group
-                words = gl.convert_layout(stored[block], LEFT)
-                ws = _weights(words, staged, staged_zeros, group, HOW)
-                right = gl.convert_layout(xs[block], RIGHT)
-                product = mma_v2(ws, right, acc if KEEP else nothing)
-                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
+            ws = _weights(stored, staged, staged_zeros, group, HOW)
+            product = mma_v2(ws, xs, acc if KEEP else nothing)
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
     else:
         group = 0
         mbarrier.wait(ready.index(0), 0)
@@ -367,20 +388,6 @@ def _consume(
             mbarrier.arrive(free.index(stage), count=1)
             group = next_group
     return (acc,)
-
-
-@gluon.jit
-def _apart(values, AXIS: gl.constexpr, BLOCKS: gl.constexpr):
-    """A matrix as BLOCKS ones, one or two, that are neighbours along an axis."""
-    ROWS: gl.constexpr = values.shape[0]
-    COLUMNS: gl.constexpr = values.shape[1]
-    if BLOCKS == 1:
-        found = (values,)
-    elif AXIS == 0:
-        found = gl.split(values.reshape([2, ROWS // 2, COLUMNS]).permute((1, 2, 0)))
-    else:
-        found = gl.split(values.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
-    return found
 
 
 @gluon.jit
@@ -435,10 +442,9 @@ def quantized_linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
-        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, or float8 if W is, with
-            scales for blocks; and of W as it is stored, float8 [num_rows or 2 * num_rows,
-            in_features] or words as of pack_integers. What they fetch at once has one block or,
-            with BY_WARP, two.
+        x, weight: descriptors of a block of inputs of x [num_tokens, in_features], of 16 bits, or
+            float8 if W is, with scales for blocks; and of W as it is stored, float8 [num_rows or
+            2 * num_rows, in_features] or words as of pack_integers.
         x_scales: of float8 x, float32 [blocks, x_stride], for whole tiles of tokens.
         scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
         zeros: minus half of the integers' range, at the same places.
@@ -454,9 +460,9 @@ def quantized_linear_kernel(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
-    BN: gl.constexpr = weight.block_type.shape[0]  # results per token
+    SHAPE: gl.constexpr = weight.block_type.shape
+    BN: gl.constexpr = SHAPE[0] if len(SHAPE) == 2 else SHAPE[0] * SHAPE[2]  # results per token
     ROWS: gl.constexpr = BN * HALVES
-    WIDTH: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = (
         gl.NVMMADistributedLayout(
@@ -475,20 +481,13 @@ def quantized_linear_kernel(
     row = tile * BN
     up_row = row + num_rows
     total_rows = num_rows * HALVES
-    BLOCKS: gl.constexpr = x.block_type.shape[1] // _BLOCK
-    num_steps = gl.cdiv(num_blocks, BLOCKS)
-    per_split = gl.cdiv(num_steps, num_splits)
+    per_split = gl.cdiv(num_blocks, num_splits)
     first = split * per_split
-    count = gl.minimum(first + per_split, num_steps) - first
+    count = gl.minimum(first + per_split, num_blocks) - first
 
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
-    stacked = tiles
-    if GATED:
-        if _IS_PUBLIC:
-            stacked = tiles.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-        else:
-            stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BLOCKS * _BLOCK], x.layout)
+    tiles = allocate_tiles(weight, STAGES * HALVES)
+    stacked = as_matrices(tiles, STAGES, ROWS)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

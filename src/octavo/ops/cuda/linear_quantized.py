@@ -17,6 +17,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +35,12 @@ from octavo.ops.cuda.linear import (
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
-from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
+from octavo.ops.cuda.linear_hopper_packed import (
+    PackedTiles,
+    linear_few_packed,
+    takes_integers,
+    tile_descriptor,
+)
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -48,7 +54,6 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     quantized_linear_kernel,
 )
 from octavo.ops.cuda.linear_ring import linear_by_ring, takes_ring
-from octavo.ops.cuda.linear_ring_packed import linear_by_packed_ring, takes_packed_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
@@ -63,7 +68,14 @@ from octavo.ops.cuda.quantized_tiles import (
     Tiles,
     candidates,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import (
+    BLOCK,
+    CHUNK_ROWS,
+    FLOAT8,
+    INT4,
+    StoredWeight,
+    dequantize,
+)
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -99,7 +111,6 @@ def launch(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
-    assert tiles.blocks == 1 or (tiles.by_warp and num_blocks % tiles.blocks == 0)
     scale = SCALE_RESULT
     if stored.group:
         scales_weights = tiles.scales_weights or stored.group < BLOCK
@@ -107,10 +118,9 @@ def launch(
     assert x_scales is None or (scale == SCALE_SUMS and stored.format == FLOAT8)
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
-    width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
-        _descriptor(x, tiles.tokens, BLOCK * tiles.blocks),
-        _descriptor(stored.weight, rows, width * tiles.blocks),
+        _descriptor(x, tiles.tokens, BLOCK),
+        _weight_descriptor(stored, rows, epilogue),
         x_scales,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -135,7 +145,7 @@ def launch(
         HAS_ZEROS=stored.zeros is not None,
         GROUP_BLOCKS=max(1, stored.group // BLOCK) if stored.group else num_blocks,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
-        GROUPS=stored.staged_groups(tiles.splits, tiles.blocks),
+        GROUPS=stored.staged_groups(tiles.splits),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -172,7 +182,7 @@ def _launch_persistent(
     persistent_linear_kernel[(division.num_programs,)](
         _descriptor(x, first, HALF),
         _descriptor(x, rest or first, HALF),
-        _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
+        _weight_descriptor(stored, fetched, epilogue),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,
@@ -207,6 +217,16 @@ def _launch_persistent(
         maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
         **launch_options(x.device),
     )
+
+
+def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> Any:
+    """The TMA descriptor for fetching so many rows of W, of a block of inputs."""
+    weight = stored.weight
+    if stored.format != INT4:
+        return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
+    assert not epilogue.is_gated or stored.has_whole_gates
+    block = [max(1, rows // CHUNK_ROWS), 1, min(rows, CHUNK_ROWS), weight.shape[-1]]
+    return tile_descriptor(weight, block, stored.row_bytes)
 
 
 @cache
@@ -250,7 +270,7 @@ class QuantizedCudaLinear:
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
-        self._takes_integers = _takes_integers(stored)
+        self._takes_integers = takes_integers(stored)
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
         has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
@@ -260,8 +280,6 @@ class QuantizedCudaLinear:
         takes_one = self._scales is not None and dtype == torch.bfloat16
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
         self._is_in_ring = is_chained and takes_one and has_whole_pieces
-        is_packed = permutation is None and takes_packed_ring(stored)
-        self._is_in_packed_ring = is_chained and is_packed
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -284,14 +302,16 @@ class QuantizedCudaLinear:
 
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See RoundingKernel.apply_rounded."""
+        if self._cuts_gates(epilogue):
+            return apply_gate(self.apply_rounded(x, bias, Epilogue.NONE), epilogue)
         choice = self._choose(len(x.values), epilogue)
         return self._multiply_rounded(x, bias, epilogue, choice, is_partial=False)
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs."""
-        is_served = num_tokens == 1 and self._takes_one
+        is_served = num_tokens == 1 and self._scales is not None
         num_rows, size = self._stored.shape
-        if self._is_in_ring or self._is_in_packed_ring:
+        if self._is_in_ring:
             return is_served
         return is_served and pays_to_norm(num_rows, size, norms_branch, is_float8=True)
 
@@ -302,7 +322,7 @@ class QuantizedCudaLinear:
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
-        if num_tokens == 1 and self._takes_one:
+        if num_tokens == 1 and self._scales is not None:
             return self._apply_one(x, bias, Epilogue.NONE)
         choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self._own_rounding(num_tokens)
@@ -328,7 +348,7 @@ class QuantizedCudaLinear:
             for tokens, before in zip(SIZES, (0, *SIZES), strict=False):
                 if before >= max_tokens:
                     break
-                if tokens == 1 and self._takes_one:
+                if tokens == 1 and self._scales is not None:
                     continue  # _apply_one
                 product = Product.of(tokens, self._stored, is_gated, self._own_rounding(tokens))
                 assert product is not None
@@ -362,25 +382,24 @@ class QuantizedCudaLinear:
         return kernel._multiply(x, None, epilogue, choice)
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        if len(x) == 1 and self._takes_one:
+        if len(x) == 1 and self._scales is not None:
             return self._apply_one(x, bias, epilogue)
+        if self._cuts_gates(epilogue):
+            return apply_gate(self._apply(x, bias, Epilogue.NONE), epilogue)
         rounding = self._own_rounding(len(x))
         if rounding is not Rounding.NONE:
             return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
         return self._multiply(x, bias, epilogue, choice)
 
-    @property
-    def _takes_one(self) -> bool:
-        """Whether a GEMV or a ring takes one token."""
-        return self._scales is not None or self._is_in_packed_ring
+    def _cuts_gates(self, epilogue: Epilogue) -> bool:
+        """Whether kernels that fetch gates and what they gate by chunks cannot do that."""
+        return epilogue.is_gated and not self._stored.has_whole_gates
 
     def _apply_one(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        """One token, with `_takes_one`."""
-        if self._is_in_packed_ring:
-            return linear_by_packed_ring(x, self._stored, bias, epilogue)
+        """One token, where there are `_scales`."""
         weight, scales = self._stored.weight, self._scales
         if not self._is_in_ring:
             return linear_one(x, weight, bias, epilogue, scales=scales)
@@ -485,14 +504,6 @@ class QuantizedCudaLinear:
             return x.index_select(1, self._permutation)
         is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         return x if is_aligned else x.contiguous().clone()
-
-
-def _takes_integers(stored: StoredWeight) -> bool:
-    """Whether linear_hopper_packed.py's kernel takes W."""
-    num_rows, size = stored.shape
-    group_blocks = stored.group // BLOCK
-    has_blocks = stored.group % BLOCK == 0 and group_blocks & (group_blocks - 1) == 0
-    return stored.format == INT4 and size % BLOCK == 0 and num_rows % 8 == 0 and has_blocks
 
 
 class Copies:

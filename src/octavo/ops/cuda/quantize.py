@@ -98,7 +98,7 @@ def store_rounded(
     targets = scales + group.to(tl.int64) * scale_stride + row
     is_group = group * GROUP < size
     if ROUNDING == _INTEGERS:
-        scale, total = _store_integers(values, rounded + row * 2 * size + places, size, inside)
+        scale, total = _store_integers(values, rounded + row * 2 * size, start, size)
         tl.store(targets + scale_stride // 2, total, mask=is_group)
     elif ROUNDING == _IN_TWO:
         scale = _store_in_two(values, top, rounded + row * 2 * size + places, size, inside)
@@ -110,28 +110,45 @@ def store_rounded(
 
 
 @triton.jit
-def _in_order_of_words(values):
-    """Integers of inputs [groups, 128] in the order in which words of 4 bits are unpacked.
+def _words_of(octets):
+    """Of the lowest octets of int32 [groups, 128] four in each word, [groups, 2, 8, 2], by the bits
+    of an input's place: the highest one, the three above the lowest two, and the second lowest.
 
-    They are unpacked by octets (pack_integers, linear_hopper_packed.py): four neighbours are the
-    same place of two planes, and the next place of both.
+    Words of 4 bits are unpacked by octets (pack_integers, linear_hopper_packed.py): the four in one
+    register are the same place of two planes, and the next place of both. They are added up here,
+    because what Triton 3.6 makes of 8 bits that are permuted is wrong.
     """
-    GROUPS: tl.constexpr = values.shape[0]
-    bits = tl.reshape(values, [GROUPS, 2, 2, 2, 4, 2, 2])  # of an input's place, from the highest
-    return tl.reshape(tl.permute(bits, (0, 1, 5, 3, 4, 6, 2)), [GROUPS, 128])
+    GROUPS: tl.constexpr = octets.shape[0]
+    bits = tl.reshape(octets & 0xFF, [GROUPS, 2, 2, 8, 2, 2])
+    first = tl.arange(0, 2)[None, None, :, None, None, None]
+    last = tl.arange(0, 2)[None, None, None, None, None, :]
+    return tl.sum(tl.sum(bits << (8 * first + 16 * last), 5), 2)
 
 
 @triton.jit
-def _store_integers(values, places, size, inside):
+def _store_integers(values, rounded, start, size):
     """Store both integers of each value [groups, 128], `size` places apart; returns scales, and
-    sums of the values that the integers stand for, [groups, 1]."""
+    sums of the values that the integers stand for, [groups, 1].
+
+    rounded: where those of the token begin.
+    start: the place of the first value.
+    """
+    GROUPS: tl.constexpr = values.shape[0]
     sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
     largest = tl.max(sizes, 1, keep_dims=True)
     largest = tl.maximum(largest, _SMALLEST).to(tl.float32, bitcast=True)
     sums = values * (_LARGEST / largest) + _ROUNDER
     bits = sums.to(tl.int32, bitcast=True)
-    tl.store(places, _in_order_of_words((bits >> 8).to(tl.int8)), mask=inside)
-    tl.store(places + size, _in_order_of_words((bits ^ 0x80).to(tl.int8)), mask=inside)
+    group = start // 128 + tl.arange(0, GROUPS)[:, None, None, None]
+    word = (
+        8 * tl.arange(0, 2)[None, :, None, None]
+        + tl.arange(0, 8)[None, None, :, None]
+        + 16 * tl.arange(0, 2)[None, None, None, :]
+    )
+    words = rounded.to(tl.pointer_type(tl.int32), bitcast=True) + group * 32 + word
+    inside = group * 128 < size
+    tl.store(words, _words_of(bits >> 8), mask=inside)
+    tl.store(words + size // 4, _words_of(bits ^ 0x80), mask=inside)
     scale = largest / _LARGEST
     return scale, tl.sum(sums - _ROUNDER, 1, keep_dims=True) * scale
 
