@@ -159,7 +159,9 @@ def test_a_rounded_result_is_the_result_rounded(
             assert apart[is_finite].abs().max() <= 1
             plain_scales, scales = plain_scales[:, :1], scales[:, :1]
         torch.testing.assert_close(plain_scales, scales[used], rtol=1e-6, atol=0, equal_nan=True)
-        if device.type == "cuda" and rounding is not Rounding.INTEGERS:  # the interpreter rounds 126 to 64
+        if (
+            device.type == "cuda" and rounding is not Rounding.INTEGERS
+        ):  # the interpreter rounds 126 to 64
             torch.testing.assert_close(
                 plain_values.float(), values.float(), rtol=0.13, atol=2**-9, equal_nan=True
             )
