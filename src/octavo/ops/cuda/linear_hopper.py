@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda import stored_weights
 from octavo.ops.cuda.epilogues import (
     CLAMPED_SWIGLU,
     GELU,
@@ -37,32 +36,21 @@ from octavo.ops.cuda.epilogues import (
     SWIGLU_LIMIT,
 )
 
-CHUNK_ROWS = tl.constexpr(stored_weights.CHUNK_ROWS)
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def fetch_rows(weight, row, step, bar, target):
-    """Load rows of W from `row` on, of as many columns as the descriptor has.
-
-    step: which of those that lie side by side.
-    """
-    SHAPE: gl.constexpr = weight.block_type.shape
-    if len(SHAPE) == 4:  # chunks of packed integers (stored_weights.py)
-        _fetch_tile(weight, [row // CHUNK_ROWS, step, row % CHUNK_ROWS, 0], bar, target)
-    else:
-        _fetch_tile(weight, [row, step * SHAPE[1]], bar, target)
-
-
-@gluon.jit
-def _fetch_weights(weight, tiles, ready, stage, row, up_row, step, GATED: gl.constexpr):
-    HALVES: gl.constexpr = 2 if GATED else 1
-    bar = ready.index(stage)
-    fetch_rows(weight, row, step, bar, tiles.index(stage * HALVES))
-    if GATED:
-        fetch_rows(weight, up_row, step, bar, tiles.index(stage * 2 + 1))
+def _fetch_weights(
+    weight, tiles, ready, stage, row, second_row, step, HALVES: gl.constexpr, DOWN: gl.constexpr
+):
+    ACROSS: gl.constexpr = 0 if DOWN else weight.block_type.shape[1]
+    place = [row + step * DOWN, step * ACROSS]
+    _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * HALVES))
+    if HALVES == 2:
+        place = [second_row + step * DOWN, step * ACROSS]
+        _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * 2 + 1))
 
 
 @gluon.jit
@@ -72,22 +60,27 @@ def _produce(
     buffers,
     token,
     row,
-    up_row,
+    second_row,
     first,
     count,
-    GATED: gl.constexpr,
+    HALVES: gl.constexpr,
+    DOWN: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """The partition that loads.
+
+    HALVES: tiles of W in a stage, from `row` and from `second_row` on.
+    DOWN: how many rows further down those of the next step are; 0: they are the next columns.
+    """
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
     BK: gl.constexpr = x_tiles.shape[2]
-    WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
-    BYTES: gl.constexpr = WEIGHT_BYTES + x.block_type.nbytes
+    BYTES: gl.constexpr = weight.block_type.nbytes * HALVES + x.block_type.nbytes
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, ready, i, row, up_row, first + i, GATED)
+        _fetch_weights(weight, tiles, ready, i, row, second_row, first + i, HALVES, DOWN)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -96,7 +89,7 @@ def _produce(
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        _fetch_weights(weight, tiles, ready, stage, row, up_row, first + i, GATED)
+        _fetch_weights(weight, tiles, ready, stage, row, second_row, first + i, HALVES, DOWN)
         _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
@@ -375,7 +368,7 @@ def linear_kernel(
             (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, IN_TWO, SPAN)),
             (
                 _produce,
-                (x, weight, buffers, x_row, row, up_row, first, count, GATED, EARLY, PDL),
+                (x, weight, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
             ),
         ],
         [1],

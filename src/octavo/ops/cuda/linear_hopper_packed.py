@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.linear_gemv_packed import UNPACK
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC, _halves, _interleave
+from octavo.ops.cuda.linear_hopper_quantized import _halves, _interleave, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
@@ -100,13 +100,13 @@ def linear_few_packed(
     of_groups = [tiles.blocks, CHUNK_ROWS]
     sums, arrivals = workspace
     linear_packed_kernel[grid](
-        tile_descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
-        tile_descriptor(x_scales.flatten(0, 1), [2 * tiles.blocks, tiles.tokens], 0),
-        tile_descriptor(lines, [CHUNK_ROWS // 2, _LINE_WORDS], 128),
-        tile_descriptor(_by_group(stored.scales, stored), of_groups, 0),
+        _descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
+        _descriptor(x_scales.flatten(0, 1), [2 * tiles.blocks, tiles.tokens], 0),
+        _descriptor(lines, [CHUNK_ROWS // 2, _LINE_WORDS], 128),
+        _descriptor(_by_group(stored.scales, stored), of_groups, 0),
         None
         if stored.zeros is None
-        else tile_descriptor(_by_group(stored.zeros, stored), of_groups, 0),
+        else _descriptor(_by_group(stored.zeros, stored), of_groups, 0),
         bias,
         out,
         sums,
@@ -148,7 +148,7 @@ def _by_group(values: Tensor, stored: StoredWeight) -> Tensor:
     return values.as_strided((stored.num_groups, stored.shape[0]), (stored.shape[0], 1))
 
 
-def tile_descriptor(tensor: Tensor, block: list[int], swizzle: int) -> Any:
+def _descriptor(tensor: Tensor, block: list[int], swizzle: int) -> Any:
     """The TMA descriptor for fetching such blocks; swizzle: as many bytes are mixed."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -168,17 +168,6 @@ def _allocate(descriptor, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(
         descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
     )
-
-
-@gluon.jit
-def _joined(tiles, COUNT: gl.constexpr):
-    """Shared memory [n, rows, columns] as [n / COUNT, COUNT * rows, columns]."""
-    SHAPE: gl.constexpr = [tiles.shape[0] // COUNT, COUNT * tiles.shape[1], tiles.shape[2]]
-    if _IS_PUBLIC:
-        joined = tiles.reinterpret(tiles.dtype, SHAPE, tiles.layout)
-    else:
-        joined = tiles._reinterpret(tiles.dtype, SHAPE, tiles.layout)
-    return joined
 
 
 @gluon.jit
@@ -292,7 +281,7 @@ def _words(tiles, place):
         [],
         [ROWS, 16],
     )
-    words = _joined(tiles, WARPGROUPS).index(place).load(LOADED)
+    words = joined_tiles(tiles, WARPGROUPS).index(place).load(LOADED)
     return gl.convert_layout(words.reshape([ROWS, 16]), ONE, assert_trivial=True)
 
 
@@ -308,7 +297,7 @@ def _of_rows(tiles, stage, LAYOUT: gl.constexpr):
         [],
         [WARPGROUPS * GROUPS, _ROWS],
     )
-    values = _joined(tiles, WARPGROUPS).index(stage).load(LOADED).to(gl.float32)
+    values = joined_tiles(tiles, WARPGROUPS).index(stage).load(LOADED).to(gl.float32)
     values = values.reshape([WARPGROUPS, GROUPS, _ROWS]).permute((0, 2, 1))
     columns = _columns(values.reshape([WARPGROUPS * _ROWS, GROUPS]))
     found = ()

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_hopper import _barrier, _finish, _produce
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
 
 SCALE_RESULT, SCALE_SUMS, SCALE_WEIGHTS = 0, 1, 2  # SCALE
 
@@ -43,6 +43,7 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_SUMS = tl.constexpr(SCALE_SUMS)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _BLOCK = tl.constexpr(BLOCK)
+_CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 # A name that changed between Triton 3.6 and 3.9.
 _IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
@@ -215,29 +216,21 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def allocate_tiles(weight, COUNT: gl.constexpr):
-    """So many tiles in shared memory, as the descriptor of W fetches them."""
-    SHAPE: gl.constexpr = weight.block_type.shape
-    if len(SHAPE) == 4:  # chunks of packed integers (stored_weights.py)
-        tiles = gl.allocate_shared_memory(
-            weight.dtype, [COUNT, SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3]], weight.layout
-        )
+def joined_tiles(tiles, COUNT: gl.constexpr):
+    """Shared memory [n, rows, columns] as [n / COUNT, COUNT * rows, columns]."""
+    SHAPE: gl.constexpr = [tiles.shape[0] // COUNT, COUNT * tiles.shape[1], tiles.shape[2]]
+    if _IS_PUBLIC:
+        joined = tiles.reinterpret(tiles.dtype, SHAPE, tiles.layout)
     else:
-        tiles = gl.allocate_shared_memory(weight.dtype, [COUNT, SHAPE[0], SHAPE[1]], weight.layout)
-    return tiles
+        joined = tiles._reinterpret(tiles.dtype, SHAPE, tiles.layout)
+    return joined
 
 
 @gluon.jit
-def as_matrices(tiles, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """The same memory as [COUNT, ROWS, columns of a tile]."""
-    WIDTH: gl.constexpr = tiles.shape[-1]
-    BYTES: gl.constexpr = 4 if gl.int32 == tiles.dtype else 1
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, WIDTH * BYTES), 8 * BYTES, 2)
-    if _IS_PUBLIC:
-        matrices = tiles.reinterpret(tiles.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
-    else:
-        matrices = tiles._reinterpret(tiles.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
-    return matrices
+def line_of(row, num_blocks):
+    """Where a row of W in chunks is (stored_weights.py), of the first block of inputs: each other
+    block is CHUNK_ROWS lines further down."""
+    return row // _CHUNK_ROWS * (num_blocks * _CHUNK_ROWS) + row % _CHUNK_ROWS
 
 
 @gluon.jit
@@ -444,7 +437,8 @@ def quantized_linear_kernel(
     Args:
         x, weight: descriptors of a block of inputs of x [num_tokens, in_features], of 16 bits, or
             float8 if W is, with scales for blocks; and of W as it is stored, float8 [num_rows or
-            2 * num_rows, in_features] or words as of pack_integers.
+            2 * num_rows, in_features] or words as of pack_integers, of 4 bits as lines of a row's
+            words of a block. Tiles have one box of W, or two.
         x_scales: of float8 x, float32 [blocks, x_stride], for whole tiles of tokens.
         scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
         zeros: minus half of the integers' range, at the same places.
@@ -460,9 +454,10 @@ def quantized_linear_kernel(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
-    SHAPE: gl.constexpr = weight.block_type.shape
-    BN: gl.constexpr = SHAPE[0] if len(SHAPE) == 2 else SHAPE[0] * SHAPE[2]  # results per token
-    ROWS: gl.constexpr = BN * HALVES
+    ROWS: gl.constexpr = 16 * gl.num_warps()
+    BN: gl.constexpr = ROWS // HALVES  # results per token
+    BOXES: gl.constexpr = ROWS // weight.block_type.shape[0]
+    DOWN: gl.constexpr = _CHUNK_ROWS if FORMAT == _INT4 else 0
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = (
         gl.NVMMADistributedLayout(
@@ -485,8 +480,14 @@ def quantized_linear_kernel(
     first = split * per_split
     count = gl.minimum(first + per_split, num_blocks) - first
 
-    tiles = allocate_tiles(weight, STAGES * HALVES)
-    stacked = as_matrices(tiles, STAGES, ROWS)
+    first_row = row
+    second_row = up_row if GATED else row + weight.block_type.shape[0]
+    if FORMAT == _INT4:
+        first_row = line_of(first_row, num_blocks)
+        second_row = line_of(second_row, num_blocks)
+    BOX: gl.constexpr = [STAGES * BOXES, weight.block_type.shape[0], weight.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
+    stacked = joined_tiles(tiles, BOXES)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -529,7 +530,20 @@ def quantized_linear_kernel(
             ),
             (
                 _produce,
-                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+                (
+                    x,
+                    weight,
+                    buffers,
+                    token,
+                    first_row,
+                    second_row,
+                    first,
+                    count,
+                    BOXES,
+                    DOWN,
+                    EARLY,
+                    PDL,
+                ),
             ),
         ],
         [1],

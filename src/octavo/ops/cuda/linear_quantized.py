@@ -2,7 +2,7 @@
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
 linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
-other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 16 bfloat16
+other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 64 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
@@ -39,7 +39,6 @@ from octavo.ops.cuda.linear_hopper_packed import (
     PackedTiles,
     linear_few_packed,
     takes_integers,
-    tile_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
@@ -220,13 +219,12 @@ def _launch_persistent(
 
 
 def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> Any:
-    """The TMA descriptor for fetching so many rows of W, of a block of inputs."""
+    """The TMA descriptor for fetching so many rows of W, or a chunk, of a block of inputs."""
     weight = stored.weight
-    if stored.format != INT4:
-        return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
-    assert not epilogue.is_gated or stored.has_whole_gates
-    block = [max(1, rows // CHUNK_ROWS), 1, min(rows, CHUNK_ROWS), weight.shape[-1]]
-    return tile_descriptor(weight, block, stored.row_bytes)
+    if stored.format == INT4:
+        assert not epilogue.is_gated or stored.has_whole_gates
+        weight, rows = weight.view(-1, weight.shape[-1]), min(rows, CHUNK_ROWS)
+    return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
 
 
 @cache
@@ -293,7 +291,7 @@ class QuantizedCudaLinear:
 
     def _own_rounding(self, num_tokens: int) -> Rounding:
         """Of inputs in the order of W's columns."""
-        if num_tokens > MAX_EXACT_TOKENS:
+        if num_tokens > MAX_EXACT_TOKENS and self._rounding is not Rounding.NONE:
             return self._rounding
         if self._takes_integers and 1 < num_tokens <= MOST_IN_INTEGERS:
             return Rounding.INTEGERS
