@@ -172,7 +172,7 @@ def test_weights_that_contradict_the_config(
         ("t5", {"relative_attention_max_distance": 1e9}, "relative_attention_max_distance is"),
         ("t5", {"num_layers": 0}, "num_layers is 0"),
         ("t5", {"architectures": ["T5EncoderModel"]}, "octavo serves T5ForConditionalGeneration"),
-        ("bart", {"decoder_attention_heads": 5}, "does not divide into 5 heads"),
+        ("bart", {"decoder_attention_heads": 5}, "decoder_attention_heads is 5; it must divide"),
         ("bart", {"normalize_before": True}, "normalize_before is True; octavo does not"),
         ("marian", {"decoder_vocab_size": 321}, "decoder_vocab_size is 321"),
         ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embed"),
