@@ -734,6 +734,10 @@ def test_a_rotary_embedding_per_kind_of_layer(tmp_path: Path) -> None:
     scaled = GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     wanted = RotaryConfig(256, 1e6, "linear", 8.0), RotaryConfig(256, 1e4)
     assert read(tmp_path, scaled).rotaries == wanted
+    with pytest.raises(ModelError, match=r"type is 'linear'; transformers .* name it rope_type"):
+        read(tmp_path, GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "type": "linear"}})
+    named_twice = {"factor": 8.0, "type": "linear", "rope_type": "linear"}
+    assert read(tmp_path, GEMMA_3_1B | {"rope_scaling": named_twice}).rotaries == wanted
     new: dict[str, Any] = {
         key: value for key, value in scaled.items() if not key.startswith("rope_")
     }

@@ -80,7 +80,7 @@ def read_rotaries(
         return tuple(
             _read(
                 config,
-                _of_kind(_rope_fields(config))
+                _of_kind(_old_scaling(config))
                 if kind == "full_attention"
                 else Fields(f"{config.where}: {name}", {}),
                 head_dim,
@@ -103,6 +103,14 @@ def read_rotaries(
         theta = config.number(name, default)
         rotaries.append(_read(config, rope, head_dim, max_positions, None, theta))
     return tuple(rotaries)
+
+
+def _old_scaling(config: Fields) -> Fields:
+    """rope_scaling of full attention, in which transformers overlooks the old name of rope_type."""
+    rope = _rope_fields(config)
+    if rope.get("rope_type", None) is None and rope.get("type", "default") != "default":
+        raise rope.error("type", "transformers 5 takes it for 'default' here; name it rope_type")
+    return rope
 
 
 def _of_kind(rope: Fields) -> Fields:
