@@ -122,6 +122,30 @@ def test_sinusoids_of_an_odd_size() -> None:
     torch.testing.assert_close(table[4], torch.cat((angles.sin(), angles.cos()[:3])))
 
 
+@pytest.mark.parametrize(("name", "kept"), [("flan-t5", True), ("mt5", True), ("t5", False)])
+def test_a_head_of_its_own_that_transformers_5_has_saved(
+    tmp_path: Path, name: str, kept: bool
+) -> None:
+    """It says that all models of these families tie their embeddings, and saves the head beside
+    them; what it scales, it says."""
+    directory = changed(tmp_path, name, tie_word_embeddings=True)
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["shared.weight"].flip(0) if kept else tensors["shared.weight"]
+    (directory / "model.safetensors").unlink()
+    save_file(
+        tensors | {"lm_head.weight": head.clone()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with torch.inference_mode():
+        want = model_zoo.load_reference(directory)(
+            input_ids=torch.tensor([DECODED[:20]]), decoder_input_ids=torch.tensor([DECODED])
+        ).logits[0]
+    harness = DenseHarness(load(directory), 60)
+    harness.encode({0: DECODED[:20]})
+    torch.testing.assert_close(harness.run({0: DECODED})[0], want, rtol=0, atol=2e-4)
+
+
 # -------------------------------------------------------------------- bad directories
 
 

@@ -255,6 +255,10 @@ class GgufSource:
         """See ModelSource.weight_names."""
         return self._architecture.weights
 
+    def has_tensor(self, name: str) -> bool:
+        """See ModelSource.has_tensor."""
+        return name in self._file.tensors
+
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""
         raise ConfigError(

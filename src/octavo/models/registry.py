@@ -110,7 +110,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    description = family.read(text)
+    description = _with_its_head(family.read(text), family, source)
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
     return ModelConfig(
@@ -133,6 +133,15 @@ def _read_native(source: ModelSource) -> ModelConfig:
         sampling_defaults=_sampling_defaults(generation),
         decoding_rules=_decoding_rules(config, generation, description.vocab_size),
     )
+
+
+def _with_its_head(
+    description: ModelDescription, family: Family, source: ModelSource
+) -> ModelDescription:
+    """See Family.own_head."""
+    if family.own_head is None or not source.has_tensor(family.own_head):
+        return description
+    return replace(description, tied_embeddings=False)
 
 
 def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:

@@ -14,6 +14,7 @@ from octavo.json_fields import Fields, read_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
 from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.safetensors_paths import has_tensor
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
 
@@ -39,6 +40,9 @@ class ModelSource(Protocol):
 
     def weight_names(self, family: Family) -> WeightNames:
         """What the files call the weights of a family."""
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether weights are there, and have a tensor of that name."""
 
     def transformers_directory(self) -> Path:
         """What transformers reads the model from. Raises ConfigError if it cannot."""
@@ -69,6 +73,10 @@ class HuggingFaceSource:
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""
         return family.weights
+
+    def has_tensor(self, name: str) -> bool:
+        """See ModelSource.has_tensor."""
+        return has_tensor(self.path, name)
 
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""
