@@ -14,7 +14,7 @@ import torch
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.config import EmbeddingScale, PositionTable, RotaryConfig
+from octavo.layers.config import EmbeddingScale, PositionTable, QueryScaleConfig, RotaryConfig
 from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
@@ -770,8 +770,7 @@ def test_scales_and_soft_caps(tmp_path: Path) -> None:
     assert command.final_norm.multiplier == 0.25
 
 
-def test_ministral_3_within_its_original_context(tmp_path: Path) -> None:
-    """Beyond it, queries would have to grow with their position."""
+def test_queries_of_ministral_3_grow_with_their_position(tmp_path: Path) -> None:
     fields = {
         **MISTRAL_7B,
         "architectures": ["Ministral3ForCausalLM"],
@@ -786,10 +785,11 @@ def test_ministral_3_within_its_original_context(tmp_path: Path) -> None:
     }
     for given in (fields, fields | {"rope_parameters": rope}):
         config = read(tmp_path, given)
-        assert config.max_model_len == 16384
+        assert config.max_model_len == 262144
         assert config.rotaries[0].kind == "yarn"
+        assert config.layers[0].attention.query_scale == QueryScaleConfig(0.1, 16384)
     constant = fields | {"rope_parameters": rope | {"llama_4_scaling_beta": 0}}
-    assert read(tmp_path, constant).max_model_len == 262144
+    assert read(tmp_path, constant).layers[0].attention.query_scale is None
     with pytest.raises(ModelError, match="rope_parameters: llama_4_scaling_beta is 'x'; it must"):
         read(tmp_path, fields | {"rope_parameters": rope | {"llama_4_scaling_beta": "x"}})
     with pytest.raises(ModelError, match="rope_parameters is 3; it must be a JSON object"):
