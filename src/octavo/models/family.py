@@ -22,8 +22,8 @@ class Family:
     text_config: str | None = None  # the object in config.json that `read` takes; None: all of it
     options: frozenset[str] = frozenset()  # of registry.UNSERVED, those that `read` honours
     eos_token_ids: tuple[int, ...] = ()  # where config.json does not mention them
-    # The head's tensor, in a family where it may be there although tie_word_embeddings says that
-    # the head shares the table of the embedding.
+    # The head's tensor, without prefix, in a family where it may be there although
+    # tie_word_embeddings says that the head shares the table of the embedding.
     own_head: str | None = None
     decoder_start_token_id: int | None = None  # where neither file mentions it
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -255,9 +255,9 @@ class GgufSource:
         """See ModelSource.weight_names."""
         return self._architecture.weights
 
-    def has_tensor(self, name: str) -> bool:
-        """See ModelSource.has_tensor."""
-        return name in self._file.tensors
+    def tensor_names(self) -> Collection[str]:
+        """See ModelSource.tensor_names."""
+        return self._file.tensors.keys()
 
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""

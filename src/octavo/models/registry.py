@@ -24,7 +24,7 @@ from octavo.sampling_params import SamplingParams
 OWN_FAMILIES = (
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
-    "ministral3",
+    *("ministral3", "mistral3"),
     *(
         "gpt_neox",
         "falcon",
@@ -139,9 +139,11 @@ def _with_its_head(
     description: ModelDescription, family: Family, source: ModelSource
 ) -> ModelDescription:
     """See Family.own_head."""
-    if family.own_head is None or not source.has_tensor(family.own_head):
+    if family.own_head is None or not description.tied_embeddings:
         return description
-    return replace(description, tied_embeddings=False)
+    names = source.weight_names(family)
+    is_there = family.own_head in map(names.without_prefix, source.tensor_names())
+    return replace(description, tied_embeddings=not is_there)
 
 
 def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:

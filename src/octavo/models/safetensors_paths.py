@@ -3,6 +3,7 @@ them. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -45,8 +46,8 @@ def _no_weights(directory: Path) -> str:
     return f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
 
 
-def has_tensor(directory: Path, name: str) -> bool:
-    """Whether weights are there, and have a tensor of that name.
+def tensor_names(directory: Path) -> Collection[str]:
+    """Of all tensors in the weight files; none if there are no such files.
 
     Raises ModelError about files that cannot be read.
     """
@@ -54,12 +55,12 @@ def has_tensor(directory: Path, name: str) -> bool:
     if single.is_file():
         try:
             with safe_open(single, framework="numpy") as file:
-                return name in file.keys()  # noqa: SIM118, it is no mapping
+                return set(file.keys())
         except (SafetensorError, OSError) as error:
             raise unreadable(single, error) from error
     if not (directory / INDEX_FILE).is_file():
-        return False
-    return any(name in names for names in weight_files(directory).values())
+        return ()
+    return set().union(*weight_files(directory).values())
 
 
 def unreadable(path: Path, error: Exception) -> ModelError:

@@ -6,7 +6,7 @@ A format is a ModelSource here, the WeightFiles (base.py) that it names, and a M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -14,7 +14,7 @@ from octavo.json_fields import Fields, read_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
 from octavo.models.quantization import Quantization, read_quantization
-from octavo.models.safetensors_paths import has_tensor
+from octavo.models.safetensors_paths import tensor_names
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
 
@@ -41,8 +41,8 @@ class ModelSource(Protocol):
     def weight_names(self, family: Family) -> WeightNames:
         """What the files call the weights of a family."""
 
-    def has_tensor(self, name: str) -> bool:
-        """Whether weights are there, and have a tensor of that name."""
+    def tensor_names(self) -> Collection[str]:
+        """Of the weights; none where a model is only described."""
 
     def transformers_directory(self) -> Path:
         """What transformers reads the model from. Raises ConfigError if it cannot."""
@@ -74,9 +74,9 @@ class HuggingFaceSource:
         """See ModelSource.weight_names."""
         return family.weights
 
-    def has_tensor(self, name: str) -> bool:
-        """See ModelSource.has_tensor."""
-        return has_tensor(self.path, name)
+    def tensor_names(self) -> Collection[str]:
+        """See ModelSource.tensor_names."""
+        return tensor_names(self.path)
 
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""
