@@ -55,6 +55,18 @@ def test_a_mask_that_is_no_causal_window_is_refused(tmp_path: Path) -> None:
     assert "no causal window" in refused(tmp_path, "bert", is_decoder=False)
 
 
+def test_a_class_is_known_by_the_name_that_its_authors_gave_it(tmp_path: Path) -> None:
+    """transformers computes some models by another's class, and their files name their own."""
+    config = shrunken_config("arcee").to_dict()
+    for name in ("ArceeForCausalLM", "ArceeAgainForCausalLM"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        assert read_model_config(tmp_path).architecture == "ArceeForCausalLM"
+    for name in ("LlamaForCausalLM", "ArceeForSequenceClassification", "ArceeForSomething"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(ModelError, match="of arcee, octavo serves ArceeForCausalLM"):
+            read_model_config(tmp_path)
+
+
 def test_other_input_than_text_is_refused(tmp_path: Path) -> None:
     fields = {"model_type": "gemma3n", "text_config": {}, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(fields))

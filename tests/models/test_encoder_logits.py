@@ -122,6 +122,26 @@ def test_sinusoids_of_an_odd_size() -> None:
     torch.testing.assert_close(table[4], torch.cat((angles.sin(), angles.cos()[:3])))
 
 
+def test_bart_as_it_was_pretrained(tmp_path: Path) -> None:
+    """Without prefix and without a bias of the logits."""
+    directory = changed(tmp_path, "bart", architectures=["BartModel"])
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    del tensors["final_logits_bias"]
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with torch.inference_mode():
+        want = model_zoo.load_reference(directory)(
+            input_ids=torch.tensor([DECODED[:20]]), decoder_input_ids=torch.tensor([DECODED])
+        ).logits[0]
+    harness = DenseHarness(load(directory), 60)
+    harness.encode({0: DECODED[:20]})
+    torch.testing.assert_close(harness.run({0: DECODED})[0], want, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize(("name", "kept"), [("flan-t5", True), ("mt5", True), ("t5", False)])
 def test_a_head_of_its_own_that_transformers_5_has_saved(
     tmp_path: Path, name: str, kept: bool

@@ -515,7 +515,7 @@ GPT_J = {
     "vocab_size": 50400,
 }
 MPT_7B = {
-    "architectures": ["MptForCausalLM"],
+    "architectures": ["MPTForCausalLM"],
     "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False},
     "d_model": 4096,
     "expansion_ratio": 4,
@@ -749,6 +749,16 @@ def test_a_rotary_embedding_per_kind_of_layer(tmp_path: Path) -> None:
     full, sliding = read(tmp_path, OLMO_3_7B).rotaries
     assert (full.kind, sliding.kind) == ("yarn", "default")
     assert full.theta == sliding.theta == 500000.0
+
+
+def test_the_class_may_have_the_name_that_its_authors_gave_it(tmp_path: Path) -> None:
+    """Not that of transformers; of a class with another head there is none."""
+    for name in ("MPTForCausalLM", "MptForCausalLM"):
+        assert read(tmp_path, MPT_7B | {"architectures": [name]}).architecture == "MptForCausalLM"
+    with pytest.raises(
+        ModelError, match=r"architectures is .*; of mpt, octavo serves MptForCausal"
+    ):
+        read(tmp_path, MPT_7B | {"architectures": ["MptForSequenceClassification"]})
 
 
 def test_scales_and_soft_caps(tmp_path: Path) -> None:

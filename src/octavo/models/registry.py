@@ -110,7 +110,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    description = _with_its_head(family.read(text), family, source)
+    description = _as_stored(family.read(text), family, source)
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
     return ModelConfig(
@@ -135,15 +135,18 @@ def _read_native(source: ModelSource) -> ModelConfig:
     )
 
 
-def _with_its_head(
+def _as_stored(
     description: ModelDescription, family: Family, source: ModelSource
 ) -> ModelDescription:
-    """See Family.own_head."""
-    if family.own_head is None or not description.tied_embeddings:
+    """See Family.own_head and Family.optional_logits_bias."""
+    if family.own_head is None and family.optional_logits_bias is None:
         return description
-    names = source.weight_names(family)
-    is_there = family.own_head in map(names.without_prefix, source.tensor_names())
-    return replace(description, tied_embeddings=not is_there)
+    names = set(map(source.weight_names(family).without_prefix, source.tensor_names()))
+    if family.own_head in names:
+        description = replace(description, tied_embeddings=False)
+    if names and family.optional_logits_bias not in names:
+        description = replace(description, logits_bias=False)
+    return description
 
 
 def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:
@@ -224,7 +227,8 @@ def _family_of(config: Fields) -> Family:
             "transformers (model_impl)",
         )
     family = FAMILIES[model_type]
-    if family.architecture not in config.names("architectures", [family.architecture]):
+    given = config.names("architectures", [family.architecture])
+    if not {family.architecture, *family.other_names} & set(given):
         raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
     return family
 

@@ -119,6 +119,8 @@ def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, .
 FAMILY = Family(
     model_type="bart",
     architecture="BartForConditionalGeneration",
+    other_names=("BartModel",),  # of the pretrained ones, which have no bias of the logits
+    optional_logits_bias="final_logits_bias",
     note="BART base and large and fine-tunes, DistilBART; encoder and decoder",
     read=read,
     weights=WEIGHTS,

@@ -74,6 +74,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
+    other_names=("MPTForCausalLM",),
     note="MPT 7B and 30B; ALiBi",
     read=read,
     weights=WEIGHTS,
