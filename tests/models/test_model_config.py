@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.config import ModelImpl
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import EmbeddingScale, PositionTable, QueryScaleConfig, RotaryConfig
@@ -761,6 +762,15 @@ def test_the_class_may_have_the_name_that_its_authors_gave_it(tmp_path: Path) ->
         read(tmp_path, MPT_7B | {"architectures": ["MptForSequenceClassification"]})
 
 
+def test_transformers_is_named_only_where_it_may_help(tmp_path: Path) -> None:
+    """Not for types that are refused there, too, nor where octavo's own family was asked for."""
+    for fields in (MPT_7B | {"expansion_ratio": 8}, COMMAND_R | {"use_qk_norm": True}):
+        model_impl: ModelImpl = "native" if fields["model_type"] == "cohere" else "auto"
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ModelError, match=r"octavo does not implement this option$"):
+            read_model_config(tmp_path, model_impl)
+
+
 def test_scales_and_soft_caps(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA_2_2B)
     assert config.embedding_scale == EmbeddingScale(48.0, is_rounded=True)
@@ -1119,7 +1129,11 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (OLMO_2_7B, {"layer_types": ["sliding_attention"] * 32}, "every layer .* full_attention"),
         (OLMO_3_7B, {"rope_parameters": {"x": {}}, "rope_scaling": None}, "each kind of layer"),
         (GLM_4_0414, {"hidden_act": "relu"}, "hidden_act is 'relu'; octavo knows"),
-        (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm is True; octavo does not implement"),
+        (
+            COMMAND_R,
+            {"use_qk_norm": True},
+            r"octavo does not implement this option; transformers may compute it \(model_impl='tra",
+        ),
         (COMMAND_R7B, {"logit_scale": 0}, "logit_scale is 0; it must be a positive number"),
         (COMMAND_R7B, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be a"),
         (GPT_J, {"rotary_dim": 65}, "rotary_dim is 65; it must be even"),

@@ -235,6 +235,7 @@ class GgufSource:
     """
 
     weight_files: ClassVar[str] = "octavo.models.gguf_weights:GgufWeights"
+    is_for_transformers: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError: see `read_gguf`; or octavo does not serve the architecture."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import ModelImpl, QuantizationName
-from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
+from octavo.errors import ConfigError, InvalidRequest, ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
+from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
 from octavo.models.quantization import ON_LOAD
 from octavo.models.source import ModelSource, open_source
@@ -97,7 +98,23 @@ def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> Model
     is_native = isinstance(model_type, str) and model_type in FAMILIES
     if model_impl == "transformers" or (model_impl == "auto" and not is_native):
         return _read_through_transformers(source)
-    return _read_native(source)
+    try:
+        return _read_native(source)
+    except UnservedOption as error:
+        if model_impl == "native" or not _has_other_way(source):
+            raise
+        raise ModelError(
+            f"{error}; transformers may compute it (model_impl='transformers')"
+        ) from error
+
+
+def _has_other_way(source: ModelSource) -> bool:
+    """Whether models of that type, which octavo has a family of, are served through transformers,
+    too."""
+    config = source.config()
+    is_dense = config.get("quantization_config", None) is None
+    is_served = config.get("model_type") in read_tested().served
+    return source.is_for_transformers and is_dense and is_served
 
 
 def _read_native(source: ModelSource) -> ModelConfig:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import ModelError, shown
+from octavo.errors import ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
 from octavo.layers.config import RotaryConfig
 
@@ -133,7 +133,7 @@ def _read(
         rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
     if not isinstance(kind, str) or (kind := _ALIASES.get(kind, kind)) not in KINDS:
-        raise ModelError(
+        raise UnservedOption(
             f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
         )
     for name in rope.values.keys() - KINDS[kind] - _COMMON_FIELDS:

@@ -25,6 +25,9 @@ class ModelSource(Protocol):
     weight_files: ClassVar[str]
     """Its WeightFiles, "module:class", whose module is imported late."""
 
+    is_for_transformers: ClassVar[bool]
+    """Whether transformers reads such files."""
+
     @property
     def path(self) -> Path:
         """Where the model is."""
@@ -52,6 +55,7 @@ class HuggingFaceSource:
     """See ModelSource. A directory in Hugging Face format."""
 
     weight_files: ClassVar[str] = "octavo.models.safetensors_files:SafetensorsFiles"
+    is_for_transformers: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
