@@ -37,6 +37,8 @@ def refused(directory: Path, model_type: str, **fields: Any) -> str:
     [
         ("mamba2", "its layers carry a state from token to token"),
         ("qwen3_next", "its layers carry a state from token to token"),
+        ("minimax", "carry a state from token to token (layer_types: linear_attention)"),
+        ("llama4_text", "its attention stays within chunks (layer_types: chunked_attention)"),
         ("diffllama", r"self_attn calls the attention more than once"),
         ("doge", "attends with a mask of its own"),
         ("gpt_neo", "does not go through transformers' attention interface"),
