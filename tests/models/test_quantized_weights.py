@@ -105,6 +105,18 @@ def test_weights_stay_quantized(name: str) -> None:
     assert kinds == {expected}
 
 
+def test_static_scales_of_inputs_are_not_read(tmp_path: Path) -> None:
+    """By either name; inputs are rounded with scales of their own."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for name in ("input_scale", "activation_scale"):
+            tensors[f"{K_PROJ}{name}"] = torch.tensor(0.01)
+
+    directory = changed(tmp_path, "fp8_transformers", add, {"activation_scheme": "static"})
+    for key, weight in loaded(SAMPLES / "fp8_transformers").items():
+        assert torch.equal(loaded(directory)[key], weight)
+
+
 def test_merged_projections_of_different_forms_are_dequantized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
