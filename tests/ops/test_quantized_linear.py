@@ -302,11 +302,12 @@ def test_one_token_of_any_magnitude(
 @pytest.mark.parametrize(
     ("size", "num_tokens", "tiles", "epilogue"),
     [
-        (1024, 5, PackedTiles(8, 1, 4, 2), Epilogue.NONE),
-        (1152, 8, PackedTiles(8, 2, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
-        (1024, 13, PackedTiles(16, 2, 4, 1), Epilogue.SILU_MUL),
-        (640, 3, PackedTiles(8, 2, 2, 2), Epilogue.SILU_MUL),
-        (1408, 20, PackedTiles(16, 1, 2, 3, ways=2, splits=3), Epilogue.NONE),  # as partial sums
+        (1024, 5, PackedTiles(8, 1, 2), Epilogue.NONE),
+        (1152, 8, PackedTiles(8, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
+        (1024, 13, PackedTiles(16, 2, 1), Epilogue.SILU_MUL),
+        (640, 3, PackedTiles(8, 2, 2, splits=2), Epilogue.SILU_MUL),
+        (1024, 25, PackedTiles(32, 1, 2, ways=2), Epilogue.RELU),
+        (1408, 20, PackedTiles(16, 1, 2, ways=2, splits=3), Epilogue.NONE),  # as partial sums
     ],
 )
 def test_few_tokens_times_4_bits_with_any_tiles(
@@ -343,6 +344,53 @@ def test_few_tokens_times_4_bits_with_any_tiles(
             assert relative(out.sum(dim=0), wanted) < 1e-4  # of inputs as integers
         else:
             assert relative(out, wanted) < 3e-3  # of results in 16 bits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [2, 8, 13, 32])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "epilogue"),
+    [
+        (6144, 4096, Epilogue.NONE),  # Llama 3 8B
+        (4096, 4096, Epilogue.NONE),
+        (28672, 4096, Epilogue.SILU_MUL),
+        (4096, 14336, Epilogue.NONE),
+        (10240, 8192, Epilogue.NONE),  # Llama 3 70B
+        (19456, 2560, Epilogue.SILU_MUL),  # Qwen3 4B
+        (2560, 9728, Epilogue.NONE),
+    ],
+)
+def test_few_tokens_times_4_bits_of_models(
+    num_rows: int, size: int, epilogue: Epilogue, has_zeros: bool, num_tokens: int
+) -> None:
+    """One token has outliers, and one is not finite."""
+    device = torch.device("cuda")
+    form = GroupedInt.quantize(inputs(num_rows, size, torch.bfloat16, device) * size**-0.5, 4, 128)
+    if has_zeros:
+        zeros = torch.arange(form.scales.numel(), device=device) % 16
+        form = replace(form, zeros=zeros.view(form.scales.shape).to(torch.int16))
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    assert kernel.rounding(num_tokens) is Rounding.INTEGERS
+    x = inputs(num_tokens + 2, size, torch.bfloat16, device)[2:]
+    x[0, ::500] *= 30_000
+    y = x.double() @ form.dequantize().t().double()
+    wanted = apply_epilogue(y, epilogue)
+    first, again = (kernel.apply(x, None, epilogue) for _ in range(2))
+    assert torch.equal(first, again)
+    for token, expected in zip(first, wanted, strict=True):
+        assert relative(token, expected) < 3e-3  # of results in bfloat16
+    if epilogue is Epilogue.NONE:
+        parts = kernel.apply_partial(x, None)
+        if parts.dim() == 3:
+            assert relative(parts.sum(dim=0), y) < 2e-4
+    x[1, 7] = torch.inf
+    spoiled = kernel.apply(x, None, epilogue)
+    assert not spoiled[1].isfinite().any()
+    others = torch.arange(num_tokens, device=device) != 1
+    assert torch.equal(spoiled[others], first[others])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

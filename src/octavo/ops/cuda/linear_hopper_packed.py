@@ -9,7 +9,8 @@ weights and inputs, and added up in float32.
 
 A program has 64 rows of W for each warpgroup; with a gate the first one has gates, and the second
 one what they gate. Where there are few programs, two partitions multiply every other stage each,
-and add up their sums in the end.
+and add up their sums in the end: a place of the ring belongs to one of them, then, because a
+partition that waits at a barrier sees only whether the phase before has ended.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import RoundedInputs
 
+BLOCKS = 2  # of 128 inputs in a stage
 _LINE_WORDS = 32  # of two rows of a block: 128 bytes, as wide as shared memory
 _MOST_REGISTERS = 232  # of a thread
 _REGISTERS = 65536  # per SM
 _BLOCK = tl.constexpr(BLOCK)
+_BLOCKS = tl.constexpr(BLOCKS)
 _ROWS = tl.constexpr(CHUNK_ROWS)  # of a warpgroup
 _LINES = tl.constexpr(CHUNK_ROWS // 2)  # of a block of them
 _LINE = tl.constexpr(_LINE_WORDS)
@@ -54,8 +57,7 @@ class PackedTiles:
 
     tokens: int  # 8, 16 or 32
     warpgroups: int  # that have 64 rows each, one or two; with a gate two
-    blocks: int  # of 128 inputs in a stage, two or four
-    stages: int
+    stages: int  # even with two ways
     ways: int = 1  # partitions that multiply, one or two
     splits: int = 1  # of K
     per_sm: int = 1  # programs that fit on one SM
@@ -86,8 +88,9 @@ def linear_few_packed(
     (num_tokens, _, size), num_rows = values.shape, out.shape[-1]
     num_blocks = size // BLOCK
     # Where one scale is for all inputs, it is that of all blocks of a stage.
-    group_blocks = stored.group // BLOCK or triton.cdiv(num_blocks, tiles.blocks) * tiles.blocks
+    group_blocks = stored.group // BLOCK or triton.cdiv(num_blocks, BLOCKS) * BLOCKS
     assert takes_integers(stored)
+    assert tiles.stages % tiles.ways == 0
     assert not epilogue.is_gated or (tiles.warpgroups == 2 and stored.has_whole_gates)
     rows = CHUNK_ROWS * (1 if epilogue.is_gated else tiles.warpgroups)
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
@@ -97,11 +100,11 @@ def linear_few_packed(
     registers = min(_REGISTERS // (32 * all_warps * tiles.per_sm) // 8 * 8, _MOST_REGISTERS)
     of_second = (registers * all_warps - 24 * 4) // (all_warps - 4) // 8 * 8
     lines = stored.weight.view(-1, _LINE_WORDS)
-    of_groups = [tiles.blocks, CHUNK_ROWS]
+    of_groups = [BLOCKS, CHUNK_ROWS]
     sums, arrivals = workspace
     linear_packed_kernel[grid](
         _descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
-        _descriptor(x_scales.flatten(0, 1), [2 * tiles.blocks, tiles.tokens], 0),
+        _descriptor(x_scales.flatten(0, 1), [2 * BLOCKS, tiles.tokens], 0),
         _descriptor(lines, [CHUNK_ROWS // 2, _LINE_WORDS], 128),
         _descriptor(_by_group(stored.scales, stored), of_groups, 0),
         None
@@ -117,13 +120,12 @@ def linear_few_packed(
         tiles.splits,
         group_blocks,
         STAGES=tiles.stages,
-        BLOCKS=tiles.blocks,
         WARPGROUPS=tiles.warpgroups,
         WAYS=tiles.ways,
         REGISTERS=of_second,
         SPLITS=1 if is_partial else tiles.splits,
         PARTIAL=is_partial,
-        GROUP_BLOCKS=min(group_blocks, tiles.blocks),
+        GROUP_BLOCKS=min(group_blocks, BLOCKS),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -177,12 +179,11 @@ def _fetch_weights(sources, buffers, bar, place, stage, block, STAGES: gl.conste
     tiles, scale_tiles, zero_tiles = buffers
     row, second_row, num_blocks, group_blocks = place
     WARPGROUPS: gl.constexpr = scale_tiles.shape[0] // STAGES
-    BLOCKS: gl.constexpr = scale_tiles.shape[1]
     for i in gl.static_range(WARPGROUPS):
         own = second_row if i else row
         line = (own // _ROWS * num_blocks + block) * _LINES
-        for j in gl.static_range(BLOCKS):
-            target = tiles.index((stage * BLOCKS + j) * WARPGROUPS + i)
+        for j in gl.static_range(_BLOCKS):
+            target = tiles.index((stage * _BLOCKS + j) * WARPGROUPS + i)
             _fetch_tile(weight, [line + j * _LINES, 0], bar, target)
         source = [block // group_blocks, own]
         _fetch_tile(scales, source, bar, scale_tiles.index(stage * WARPGROUPS + i))
@@ -195,9 +196,8 @@ def _fetch_inputs(x_sources, x_buffers, bar, token, stage, block):
     """Load a stage's inputs and their scales."""
     x, x_scales = x_sources
     x_tiles, x_scale_tiles = x_buffers
-    BLOCKS: gl.constexpr = x_scale_tiles.shape[1] // 2
-    for j in gl.static_range(BLOCKS):
-        target = x_tiles.index(stage * BLOCKS + j)
+    for j in gl.static_range(_BLOCKS):
+        target = x_tiles.index(stage * _BLOCKS + j)
         _fetch_tile(x, [2 * token, (block + j) * _BLOCK], bar, target)
     _fetch_tile(x_scales, [2 * block, token], bar, x_scale_tiles.index(stage))
 
@@ -221,25 +221,24 @@ def _produce(
     weight, scales, zeros = sources
     ready, free = barriers
     STAGES: gl.constexpr = ready.shape[0]
-    BLOCKS: gl.constexpr = x_scales.block_type.shape[0] // 2
     WARPGROUPS: gl.constexpr = buffers[1].shape[0] // STAGES
     OF_GROUPS: gl.constexpr = scales.block_type.nbytes + (
         0 if zeros is None else zeros.block_type.nbytes
     )
-    OF_INPUTS: gl.constexpr = BLOCKS * x.block_type.nbytes + x_scales.block_type.nbytes
-    BYTES: gl.constexpr = WARPGROUPS * (BLOCKS * weight.block_type.nbytes + OF_GROUPS) + OF_INPUTS
+    OF_INPUTS: gl.constexpr = _BLOCKS * x.block_type.nbytes + x_scales.block_type.nbytes
+    BYTES: gl.constexpr = WARPGROUPS * (_BLOCKS * weight.block_type.nbytes + OF_GROUPS) + OF_INPUTS
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(sources, buffers, ready.index(i), place, i, (first + i) * BLOCKS, STAGES)
+        _fetch_weights(sources, buffers, ready.index(i), place, i, (first + i) * _BLOCKS, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
-        _fetch_inputs(x_sources, x_buffers, ready.index(i), token, i, (first + i) * BLOCKS)
+        _fetch_inputs(x_sources, x_buffers, ready.index(i), token, i, (first + i) * _BLOCKS)
     for i in range(ahead, count):
         stage = i % STAGES
         bar = ready.index(stage)
-        block = (first + i) * BLOCKS
+        block = (first + i) * _BLOCKS
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(bar, BYTES)
         _fetch_weights(sources, buffers, bar, place, stage, block, STAGES)
@@ -247,19 +246,6 @@ def _produce(
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@gluon.jit
-def _columns(values):
-    """[n, 2 or 4] values as a tuple of columns."""
-    if values.shape[1] == 2:
-        found = gl.split(values)
-    else:
-        even, odd = gl.split(values.reshape([values.shape[0], 2, 2]))
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        found = (first, second, third, fourth)
-    return found
 
 
 @gluon.jit
@@ -291,7 +277,7 @@ def _of_rows(tiles, stage, LAYOUT: gl.constexpr):
     WARPGROUPS: gl.constexpr = gl.num_warps() // 4
     GROUPS: gl.constexpr = tiles.shape[1]
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 8], [1, 0]] + ([[2, 0]] if GROUPS == 4 else []),
+        [[0, 8], [1, 0]],
         [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
         [[0, 16], [0, 32]] + ([[GROUPS, 0]] if WARPGROUPS == 2 else []),
         [],
@@ -299,7 +285,7 @@ def _of_rows(tiles, stage, LAYOUT: gl.constexpr):
     )
     values = joined_tiles(tiles, WARPGROUPS).index(stage).load(LOADED).to(gl.float32)
     values = values.reshape([WARPGROUPS, GROUPS, _ROWS]).permute((0, 2, 1))
-    columns = _columns(values.reshape([WARPGROUPS * _ROWS, GROUPS]))
+    columns = gl.split(values.reshape([WARPGROUPS * _ROWS, GROUPS]))
     found = ()
     for i in gl.static_range(GROUPS):
         one = gl.convert_layout(columns[i], gl.SliceLayout(1, LAYOUT), assert_trivial=True)
@@ -310,25 +296,23 @@ def _of_rows(tiles, stage, LAYOUT: gl.constexpr):
 @gluon.jit
 def _of_tokens(tiles, stage, LAYOUT: gl.constexpr):
     """Scales and totals of a stage's blocks of inputs, float32 [tokens] each."""
-    BLOCKS: gl.constexpr = tiles.shape[1] // 2
     TOKENS: gl.constexpr = tiles.shape[2]
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 4]]
         + ([[0, 8]] if TOKENS > 8 else [])
         + ([[0, 16]] if TOKENS > 16 else [])
-        + [[1, 0], [2, 0]]
-        + ([[4, 0]] if BLOCKS == 4 else []),
+        + [[1, 0], [2, 0]],
         [[0, 1], [0, 2], [0, 0], [0, 0], [0, 0]],
         [[0, 0], [0, 0]] + ([[0, 0]] if gl.num_warps() == 8 else []),
         [],
-        [2 * BLOCKS, TOKENS],
+        [2 * _BLOCKS, TOKENS],
     )
-    values = tiles.index(stage).load(LOADED).reshape([BLOCKS, 2, TOKENS]).permute((2, 0, 1))
+    values = tiles.index(stage).load(LOADED).reshape([_BLOCKS, 2, TOKENS]).permute((2, 0, 1))
     scales, totals = gl.split(values)
-    scales = _columns(scales)
-    totals = _columns(totals)
+    scales = gl.split(scales)
+    totals = gl.split(totals)
     found = ()
-    for i in gl.static_range(BLOCKS):
+    for i in gl.static_range(_BLOCKS):
         scale = gl.convert_layout(scales[i], gl.SliceLayout(0, LAYOUT), assert_trivial=True)
         total = gl.convert_layout(totals[i], gl.SliceLayout(0, LAYOUT), assert_trivial=True)
         found += ((scale, total),)  # type: ignore[assignment]
@@ -389,7 +373,6 @@ def _sums(
     x_tiles, x_scale_tiles = x_buffers
     ready, free = barriers
     STAGES: gl.constexpr = ready.shape[0]
-    BLOCKS: gl.constexpr = x_tiles.shape[0] // STAGES
     COLUMNS: gl.constexpr = x_tiles.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 32]
@@ -404,15 +387,15 @@ def _sums(
         shifts = _of_rows(zero_tiles, stage, ADDED) if HAS_ZEROS else ()
         of_tokens = _of_tokens(x_scale_tiles, stage, ADDED)
         parts = ()
-        for j in gl.static_range(BLOCKS + 1):
+        for j in gl.static_range(_BLOCKS + 1):
             # A block is unpacked while the one before it is multiplied.
-            if j < BLOCKS:
-                left = _left(_words(tiles, stage * BLOCKS + j), LAYOUT)
-                right = x_tiles.index(stage * BLOCKS + j).permute((1, 0))
+            if j < _BLOCKS:
+                left = _left(_words(tiles, stage * _BLOCKS + j), LAYOUT)
+                right = x_tiles.index(stage * _BLOCKS + j).permute((1, 0))
                 part = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
                 parts += (part,)  # type: ignore[assignment]
             if j > 0:
-                done = warpgroup_mma_wait(1 if j < BLOCKS else 0, deps=[parts[j - 1]])
+                done = warpgroup_mma_wait(1 if j < _BLOCKS else 0, deps=[parts[j - 1]])
                 factor = factors[(j - 1) // GROUP_BLOCKS]
                 shift = shifts[(j - 1) // GROUP_BLOCKS] if HAS_ZEROS else None
                 acc = acc + _scaled(done, of_tokens[j - 1], factor, shift)
@@ -464,7 +447,6 @@ def linear_packed_kernel(
     num_splits,
     group_blocks,
     STAGES: gl.constexpr,
-    BLOCKS: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     WAYS: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -489,7 +471,6 @@ def linear_packed_kernel(
         arrivals: int32, 0 for every tile before and after the kernel.
         num_blocks: of 128 inputs.
         group_blocks: how many of them share scales.
-        BLOCKS: of a stage.
         WAYS: how many partitions multiply; the second one has REGISTERS.
         GROUP_BLOCKS: how many of the blocks of a stage share scales.
     """
@@ -503,15 +484,15 @@ def linear_packed_kernel(
     split = gl.program_id(2)
     row = tile * (_ROWS if GATED else ROWS)
     second_row = row + (num_rows if GATED else _ROWS)
-    num_steps = gl.cdiv(num_blocks, BLOCKS)
+    num_steps = gl.cdiv(num_blocks, _BLOCKS)
     per_split = gl.cdiv(num_steps, num_splits)
     first = split * per_split
     count = gl.minimum(first + per_split, num_steps) - first
 
-    tiles = _allocate(weight, STAGES * BLOCKS * WARPGROUPS)
+    tiles = _allocate(weight, STAGES * _BLOCKS * WARPGROUPS)
     scale_tiles = _allocate(scales, STAGES * WARPGROUPS)
     zero_tiles = _allocate(zeros, STAGES * WARPGROUPS) if HAS_ZEROS else scale_tiles
-    x_tiles = _allocate(x, STAGES * BLOCKS)
+    x_tiles = _allocate(x, STAGES * _BLOCKS)
     x_scale_tiles = _allocate(x_scales, STAGES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -13,7 +13,7 @@ from functools import cache
 
 import triton
 
-from octavo.ops.cuda import linear_table
+from octavo.ops.cuda import linear_hopper_packed, linear_table
 from octavo.ops.cuda.linear_gemv_packed import BLOCKS, PackedPrograms
 from octavo.ops.cuda.linear_hopper_packed import PackedTiles
 from octavo.ops.cuda.stored_weights import (
@@ -352,7 +352,6 @@ def packed_tiles(
     product: Product,
     *,
     warpgroups: int = 1,
-    blocks: int = 2,
     ways: int = 1,
     splits: int = 1,
     per_sm: int = 1,
@@ -364,11 +363,12 @@ def packed_tiles(
     of_block = row_bytes(product.format) * rows + 2 * BLOCK * tokens + of_group + 8 * tokens
     of_second = 4 * rows * tokens if ways > 1 else 0
     room = _SHARED_MEMORY // per_sm - 2048 - of_second
-    num_steps = triton.cdiv(product.size, BLOCK * blocks)
+    num_steps = triton.cdiv(product.size, BLOCK * linear_hopper_packed.BLOCKS)
     per_split = triton.cdiv(num_steps, splits)
     splits = triton.cdiv(num_steps, per_split)  # none of them empty
-    stages = max(1, min(room // (blocks * of_block), _MAX_STAGES, per_split))
-    return PackedTiles(tokens, warpgroups, blocks, stages, ways, splits, per_sm, per_sm > 1)
+    stages = min(room // (linear_hopper_packed.BLOCKS * of_block), _MAX_STAGES, per_split)
+    stages = max(1, stages // ways) * ways
+    return PackedTiles(tokens, warpgroups, stages, ways, splits, per_sm, per_sm > 1)
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:
