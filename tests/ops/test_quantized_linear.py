@@ -607,7 +607,7 @@ def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     assert spoiled.isnan().any(dim=1).sum() == 1
 
 
-@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS, Rounding.INTEGERS])
 def test_a_norm_rounds_for_projections_that_would_round_its_result(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch, rounding: Rounding
 ) -> None:
@@ -635,14 +635,21 @@ def test_a_norm_rounds_for_projections_that_would_round_its_result(
             num_rows, size = slot.shape
             dense = inputs(num_rows, size, torch.bfloat16, hopper) * size**-0.5
             block = (1, size) if rounding is Rounding.TOKENS else (128, 128)
-            form = ScaledFloat8.quantize(dense, block, quantizes_inputs=True)
+            form: QuantizedWeight = ScaledFloat8.quantize(dense, block, quantizes_inputs=True)
+            if rounding is Rounding.INTEGERS:
+                form = GroupedInt.quantize(dense, 4, 128)
             slot.put(form, torch.bfloat16)
         projection.finalize()
     norm = RMSNorm(NormConfig("rms", 256, 1e-5))
     scale = inputs(1, 256, torch.bfloat16, hopper)[0]
     norm.weight = torch.nn.Parameter(scale, requires_grad=False)
-    for num_tokens, sizes_in_mlp in ((20, []), (40, [384])):
-        assert mlp.entry.rounding(num_tokens) is (rounding if sizes_in_mlp else Rounding.NONE)
+    few = Rounding.IN_TWO if rounding is Rounding.TOKENS else Rounding.NONE
+    roundings = (few, rounding)  # of 20 tokens, and of 40
+    if rounding is Rounding.INTEGERS:
+        roundings = (rounding, Rounding.NONE)
+    for num_tokens, expected in zip((20, 40), roundings, strict=True):
+        assert mlp.entry.rounding(num_tokens) is expected
+        sizes_in_mlp = [] if expected is Rounding.NONE else [384]
         x, residual = inputs(2 * num_tokens, 256, torch.bfloat16, hopper).view(2, -1, 256)
         normed, total = norm.forward(x, residual.clone())
         wanted = mlp.forward(normed)

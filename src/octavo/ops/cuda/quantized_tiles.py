@@ -1,5 +1,6 @@
-"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, linear_gemv_packed.py
-for one token and 4 bits, and linear_hopper_persistent.py from 65 tokens on).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py; of 4 bits
+linear_gemv_packed.py for one token and linear_hopper_packed.py for up to 32; and
+linear_hopper_persistent.py from 65 tokens on).
 
 A rule proposes some by the shape, the best guess first: what was fastest, or nearly so, for the
 shapes of Llama 3 8B on an H200 (2026-11-23, Triton 3.6, benchmarks/quantized_linear.py). Which of
