@@ -31,6 +31,27 @@ def form_of(name: str, weight: Tensor) -> QuantizedWeight:
     return GroupedInt.quantize(weight, 4, 64 if size == 192 else 128)
 
 
+def test_little_is_in_float32_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few outputs at a time, which changes no value; and freed memory is returned on the way."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    directory = write_model("llama3", tmp_path, **sizes)
+
+    def tokens_and_errors(name: str) -> tuple[list[list[int]], str]:
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="octavo.models.loader"):
+            return generated(directory, quantization=name), caplog.text
+
+    expected = [tokens_and_errors(name) for name in ("fp8", "int8", "int4")]
+    returned: list[None] = []
+    monkeypatch.setattr("octavo.ops.quantized.CHUNK_ELEMENTS", 3 * 128)
+    monkeypatch.setattr("octavo.models.loader.PASSED_ELEMENTS", 2 * 128 * 192)
+    monkeypatch.setattr("octavo.models.loader.return_freed_memory", lambda: returned.append(None))
+    assert [tokens_and_errors(name) for name in ("fp8", "int8", "int4")] == expected
+    assert len(returned) > 3 * 7
+
+
 def generated(directory: Path, **options: object) -> list[list[int]]:
     with LLM(str(directory), dtype="float32", num_blocks=60, **options) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0), use_tqdm=0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, few
+from octavo.host_memory import return_freed_memory
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod, warn_once
@@ -27,7 +28,14 @@ from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bi
 from octavo.models.quantization import Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
-from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import (
+    FormError,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+    chunks,
+)
 from octavo.registry import import_place
 
 logger = logging.getLogger(__name__)
@@ -37,6 +45,8 @@ DUMMY_STD = 0.02
 NOISE_LENGTH = 1_000_003
 SMALLEST_GROUP = 32  # of inputs that share a scale
 NOISE_ELEMENTS = 1 << 22  # that are filled in at once
+PASSED_ELEMENTS = 1 << 23  # of weights, after whose copies freed memory is returned
+MODULES_TOGETHER = 4  # after which it is, too, when they are rearranged
 
 
 def load_model(
@@ -61,9 +71,11 @@ def load_model(
         fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
+    freed = FreedMemory(device)
     for module in model.modules():
         if isinstance(module, WeightOwner):
             module.finalize()
+            freed.after(PASSED_ELEMENTS // MODULES_TOGETHER)
     model.check()
     if fp8_kv_cache:
         scales = [KVScales()] * len(model.attention_layers)
@@ -104,7 +116,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     dtype, device = model.token_table.dtype, model.token_table.device
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
-    rounding = Rounding(config)
+    rounding, freed = Rounding(config), FreedMemory(device)
     files = open_weights(config)
     with files.tensors(dtype, device) as tensors:
         for key, (path, name, tensor) in checkpoint.translate(tensors):
@@ -128,6 +140,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding)}")
                 loaded.add(identity)
+                freed.after(math.prod(target.shape))
             elif config.is_stored_quantized and is_unused_bias(name, tensor):
                 continue
             elif not checkpoint.is_ignored(key):
@@ -140,6 +153,25 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     if missing:
         raise ModelError(f"{config.path}: the weights lack {few(missing)}")
     rounding.report()
+
+
+class FreedMemory:
+    """Returns freed memory to the system now and then while weights are loaded.
+
+    On a CPU, copies in float32 come and go between what is kept. malloc fits the next ones into few
+    of the gaps that they leave, and would take as much as the whole model again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_needed = device.type == "cpu"
+        self._num_elements = 0
+
+    def after(self, num_elements: int) -> None:
+        """Called when weights with so many elements have been read or rearranged."""
+        self._num_elements += num_elements
+        if self._is_needed and self._num_elements >= PASSED_ELEMENTS:
+            return_freed_memory()
+            self._num_elements = 0
 
 
 class FamilyCheckpoint:
@@ -248,12 +280,17 @@ class Rounding:
         form = _rounded(dense, self._quantization, slot)
         if isinstance(form, QuantizedWeight):
             matrices = dense.mT if slot.is_transposed else dense
-            parts: list[int | slice] = list(range(len(dense))) if dense.dim() > 2 else [slice(None)]
+            pairs = [(matrices, form)]
+            if dense.dim() > 2:
+                pairs = [(matrix, form[number]) for number, matrix in enumerate(matrices)]
             lost = size = 0.0
-            for part in parts:
-                exact = matrices[part].float()
-                lost += float((form[part].dequantize() - exact).square().sum())
-                size += float(exact.square().sum())
+            for matrix, rounded in pairs:
+                num_rows, num_columns = matrix.shape
+                for rows in chunks(num_rows, num_columns, rounded.rows_together):
+                    exact = matrix[rows].float()
+                    there = rounded.cut(rows, slice(0, num_columns)).dequantize()
+                    lost += float((there - exact).square().sum())
+                    size += float(exact.square().sum())
             self._errors[name] = math.sqrt(lost / size) if size else 0.0
         return form
 
@@ -294,6 +331,20 @@ def _rounded(
 
 def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
     """Of [out_features, in_features]."""
+    if quantization.block:  # parts would have lower ones
+        return _form_of_rows(dense, quantization)
+    num_rows, num_columns = dense.shape
+    parts = []
+    for rows in chunks(num_rows, num_columns):
+        part = _form_of_rows(dense[rows], quantization)
+        if part is None:
+            return None
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
+
+
+def _form_of_rows(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
+    """Of a few outputs, [num_rows, in_features]."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)
