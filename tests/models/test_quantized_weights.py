@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model_zoo import model_directory
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.layers.base import WeightSlot
@@ -267,6 +268,56 @@ def replaced(name: str, tensor: Tensor) -> Change:
 def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         loaded(changed(tmp_path, name, change))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "torchao"])
+def test_a_weight_is_there_once(name: str, tmp_path: Path) -> None:
+    """Not beside another one that is not quantized, and not in two files."""
+    twice = replaced("weight", torch.ones(64, 128))
+    with pytest.raises(ModelError, match=r"k_proj\.\w+ is there, and so is .*k_proj\.weight"):
+        loaded(changed(tmp_path, name, twice))
+    directory = changed(tmp_path, name)
+    in_two_files(directory, lambda key: key.startswith(K_PROJ) and "scale" in key)
+    with pytest.raises(ModelError, match=r"k_proj\.\w*scales? is also in model-1\.safetensors"):
+        loaded(directory)
+
+
+def test_weights_that_are_rounded_on_load_are_there_once(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("llama"), tmp_path, dirs_exist_ok=True)
+    in_two_files(tmp_path, lambda key: key == f"{K_PROJ}weight")
+    with pytest.raises(ModelError, match=r"model-2.*k_proj\.weight is also in another file"):
+        LLM(str(tmp_path), quantization="int8", num_blocks=8)
+
+
+def in_two_files(directory: Path, choose: Callable[[str], bool]) -> None:
+    """The model's weights in one file, and the chosen ones, with other values, in another, too."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    again = {key: each * 2 for key, each in tensors.items() if choose(key)}
+    save_file(tensors, directory / "model-1.safetensors")
+    save_file(again, directory / "model-2.safetensors")
+    weight_map = {key: "model-1.safetensors" for key in tensors}
+    first = next(iter(again))
+    index = {"weight_map": weight_map | {first: "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("zeros", "message"),
+    [
+        (
+            torch.full((64, 1), 1.5),
+            r"weight_zero_point is torch\.float32; zero points are integers",
+        ),
+        (torch.full((64, 1), torch.nan), r"weight_zero_point is torch\.float32; zero"),
+        (torch.full((64, 1), 300), r"has 300 at \[0, 0\]; zero points are from -128 to 127"),
+        (torch.full((64, 1), 1 << 40), r"has 1099511627776 at \[0, 0\]; zero points are from"),
+    ],
+)
+def test_impossible_zero_points(zeros: Tensor, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        loaded(changed(tmp_path, "int8", replaced("weight_zero_point", zeros)))
 
 
 def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str, Tensor | None]]:

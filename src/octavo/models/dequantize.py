@@ -129,10 +129,14 @@ def joined(
         device: where such weights are read to.
 
     Raises:
-        ModelError: a weight lacks one of its tensors; names it.
+        ModelError: a weight lacks one of its tensors, or is there twice; names it.
     """
     format_ = FORMATS[quantization.method]
-    stored = {name: (path, tensor) for path, name, tensor in tensors}
+    stored: dict[str, tuple[Path, StoredTensor]] = {}
+    for path, name, tensor in tensors:
+        if name in stored:
+            raise ModelError(f"{path}: {name} is also in {stored[name][0].name}")
+        stored[name] = path, tensor
     endings = tuple(format_.joint + marker for marker in format_.markers)
     for marker in [name for name in stored if name.endswith(endings)]:
         [ending] = [each for each in endings if marker.endswith(each)]
@@ -146,6 +150,8 @@ def joined(
                 raise ModelError(f"{path}: {marker} is there, but not {lacking}")
             parts |= found
         where = f"{path}: {module}"
+        if module + format_.dense in stored:
+            raise ModelError(f"{path}: {marker} is there, and so is {module}{format_.dense}")
         if quantization.is_ignored(module):
             raise ModelError(
                 f"{path}: {marker} is there, but config.json says that {module} is not quantized"

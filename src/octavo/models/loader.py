@@ -125,6 +125,8 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where, files.config_name):
                     if isinstance(destination, WeightSlot):
+                        if identity in loaded:
+                            raise ModelError(f"{where} is also in another file")
                         if isinstance(part, Tensor):
                             part = rounding.of(key, part.to(device, dtype), destination)
                         destination.put(part, dtype)
