@@ -231,7 +231,7 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         zeros = parts.get("weight_zero_point")
         if zeros is not None:
             zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1)
-            zeros = zeros.to(torch.int16) + 128
+            zeros = _int8_zeros(zeros, "weight_zero_point")
         _check_scales(scale, "weight_scale", "not zero")
         return _int8(weight, scale, "weight_scale", zeros, quantization.quantizes_inputs)
     packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
@@ -353,6 +353,19 @@ def _int8(
     scale = _per_row(scale, len(values), name).expand(len(values), 1)
     unsigned = values.view(torch.uint8) ^ 128
     return GroupedInt.from_values(unsigned, scale, zeros, 8, quantizes_inputs=quantizes_inputs)
+
+
+def _int8_zeros(zeros: Tensor, name: str) -> Tensor:
+    """Zero points of int8 as those of the values plus 128."""
+    if zeros.is_floating_point() or zeros.is_complex() or zeros.dtype == torch.bool:
+        raise FormatError(name, f"is {zeros.dtype}; zero points are integers")
+    wrong = (zeros < -128) | (zeros > 127)
+    if wrong.any():
+        index = _first(wrong)
+        raise FormatError(
+            name, f"has {int(zeros[tuple(index)])} at {index}; zero points are from -128 to 127"
+        )
+    return zeros.to(torch.int16) + 128
 
 
 def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
