@@ -170,6 +170,81 @@ def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
     assert torch.allclose(shuffled / scales.flip(1), weight / scales, atol=1e-4)
 
 
+GATE, UP = (f"layers.0.mlp.{each}_proj" for each in ("gate", "up"))
+
+
+def weights_of(bits: int, group: int | None) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "group_size": group, "symmetric": True}
+
+
+def test_groups_of_config_groups_differ(tmp_path: Path) -> None:
+    """Gates of 4 bits beside ups of 8, packed, in groups of 32 and of all inputs; and int8."""
+    other, int8 = load_file(SAMPLES / "packed_int8" / "model.safetensors"), SAMPLES / "int8"
+
+    def mix(tensors: dict[str, Tensor]) -> None:
+        replace_module(tensors, other, f"model.{UP}.")
+        replace_module(tensors, load_file(int8 / "model.safetensors"), K_PROJ)
+
+    eight = json.loads((SAMPLES / "packed_int8" / "config.json").read_text())
+    [group] = eight["quantization_config"]["config_groups"].values()
+    fields = json.loads((SAMPLES / "packed_int4" / "config.json").read_text())
+    [usual] = fields["quantization_config"]["config_groups"].values()
+    groups = {
+        "a": usual | {"targets": ["Linear"]},
+        "b": group | {"targets": ["re:.*up_proj$"]},
+        "c": {
+            "targets": [K_PROJ[:-1]],
+            "format": "int-quantized",
+            "weights": weights_of(8, None),
+        },
+    }
+    directory = changed(tmp_path, "packed_int4", mix, {"config_groups": groups})
+    found = loaded(directory)
+    for name, sample in {GATE: "packed_int4", UP: "packed_int8", K_PROJ[6:-1]: "int8"}.items():
+        assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+    with LLM(str(directory), dtype="float32", num_blocks=8) as llm:
+        assert len(llm.generate([[5, 9]], use_tqdm=False)[0].outputs[0].token_ids) > 0
+    lacking = changed(
+        tmp_path, "packed_int4", mix, {"config_groups": {"b": groups["b"]} | {"c": groups["c"]}}
+    )
+    with pytest.raises(ModelError, match=r"none of config_groups in config\.json has .*down_proj"):
+        loaded(lacking)
+
+
+def test_modules_of_gptq_differ(tmp_path: Path) -> None:
+    other = load_file(SAMPLES / "gptq_int8" / "model.safetensors")
+    directory = changed(
+        tmp_path,
+        "gptq",
+        lambda tensors: replace_module(tensors, other, f"model.{UP}."),
+        {"dynamic": {"-:.*gate_proj": {}, "+:.*up_proj": {"bits": 8}, ".*_proj": {"bits": 4}}},
+    )
+    found = loaded(directory)
+    for name, sample in {GATE: "gptq", UP: "gptq_int8"}.items():
+        assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+
+
+def replace_module(tensors: dict[str, Tensor], other: dict[str, Tensor], module: str) -> None:
+    """Put a module of another checkpoint into this one's place."""
+    for name in [name for name in tensors if name.startswith(module)]:
+        del tensors[name]
+    tensors |= {name: each for name, each in other.items() if name.startswith(module)}
+
+
+def test_int8_in_groups_of_inputs(tmp_path: Path) -> None:
+    """As compressed-tensors stores 4 bits whose inputs are rounded."""
+    scales = torch.rand(64, 4) + 0.1
+    zeros = torch.randint(-8, 8, (64, 4), dtype=torch.int8)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors |= {f"{K_PROJ}weight_scale": scales, f"{K_PROJ}weight_zero_point": zeros}
+
+    directory = changed(tmp_path, "int8", change)
+    weight = load_file(SAMPLES / "int8" / "model.safetensors")[f"{K_PROJ}weight"].float()
+    expected = (weight - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+    assert torch.equal(loaded(directory)["layers.0.self_attn.k_proj.weight"], expected)
+
+
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
     def add(tensors: dict[str, Tensor]) -> None:
         tensors[f"{K_PROJ}bias"] = torch.zeros(64)

@@ -142,10 +142,15 @@ def joined(
         [ending] = [each for each in endings if marker.endswith(each)]
         module, (path, tensor) = marker.removesuffix(ending), stored.pop(marker)
         parts = {ending.removeprefix(format_.joint): tensor}
+        own = quantization.of_module(module)
+        if own is None:
+            raise ModelError(
+                f"{path}: {marker} is there, but none of config_groups in config.json has {module}"
+            )
         for line in (*format_.needed, *format_.optional):
             names = {name: module + format_.joint + name for name in line.split("|")}
             found = {short: stored.pop(name)[1] for short, name in names.items() if name in stored}
-            if not found and (line not in format_.optional or line in quantization.demanded):
+            if not found and (line not in format_.optional or line in own.demanded):
                 lacking = " or ".join(names.values())
                 raise ModelError(f"{path}: {marker} is there, but not {lacking}")
             parts |= found
@@ -156,7 +161,7 @@ def joined(
             raise ModelError(
                 f"{path}: {marker} is there, but config.json says that {module} is not quantized"
             )
-        weight = QuantizedTensor(where, format_, quantization, parts, device)
+        weight = QuantizedTensor(where, format_, own, parts, device)
         yield path, module + format_.dense, weight
     parts_alone = tuple(format_.joint + name for name in _parts_alone(format_))
     for name, (path, _) in stored.items():
@@ -229,6 +234,11 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
                 "torch.int8 in 2-D",
             )
         zeros = parts.get("weight_zero_point")
+        if scale.dim() == 2 and scale.shape[1] > 1:  # of groups of inputs
+            if zeros is not None:
+                zeros = _int8_zeros(zeros, "weight_zero_point")
+            names = "weight_scale", "weight_zero_point", ""
+            return _grouped(weight.view(torch.uint8) ^ 128, scale, zeros, quantization, None, names)
         if zeros is not None:
             zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1)
             zeros = _int8_zeros(zeros, "weight_zero_point")
