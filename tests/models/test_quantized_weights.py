@@ -170,6 +170,19 @@ def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
     assert torch.allclose(shuffled / scales.flip(1), weight / scales, atol=1e-4)
 
 
+def test_scales_of_inputs_are_left_out(tmp_path: Path) -> None:
+    """As transformers' fp8 writes those of one number for all inputs: without dimensions."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = f"{K_PROJ}weight_scale_inv"
+        tensors |= {name: tensors[name].view(()), f"{K_PROJ}activation_scale": torch.tensor(0.1)}
+
+    config = {"activation_scheme": "static"}
+    directory = changed(tmp_path, "fp8_transformers", change, config)
+    name = "layers.0.self_attn.k_proj.weight"
+    assert torch.equal(loaded(directory)[name], loaded(SAMPLES / "fp8_transformers")[name])
+
+
 GATE, UP = (f"layers.0.mlp.{each}_proj" for each in ("gate", "up"))
 
 

@@ -59,7 +59,8 @@ class Format(NamedTuple):
     dense: str = ".weight"  # what the weight is called behind the module
     is_transposed: bool = False  # dense checkpoints have it as [..., in_features, out_features]
     ignored: str = (
-        r".*\.(input_scale|input_zero_point|output_scale|(q|k|v|kv)_scale|[kv]_zero_point)"
+        r".*\.(input_scale|activation_scale|input_zero_point|output_scale|(q|k|v|kv)_scale"
+        r"|[kv]_zero_point)"
     )
 
 
