@@ -183,6 +183,17 @@ def test_scales_of_inputs_are_left_out(tmp_path: Path) -> None:
     assert torch.equal(loaded(directory)[name], loaded(SAMPLES / "fp8_transformers")[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_bitsandbytes_may_be_of_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = f"{K_PROJ}weight"
+        tensors[name] = tensors[name].flatten().view(dtype).unsqueeze(1)
+
+    found = loaded(changed(tmp_path, "bitsandbytes_nf4", change))
+    name = "layers.0.self_attn.k_proj.weight"
+    assert torch.equal(found[name], loaded(SAMPLES / "bitsandbytes_nf4")[name])
+
+
 GATE, UP = (f"layers.0.mlp.{each}_proj" for each in ("gate", "up"))
 
 

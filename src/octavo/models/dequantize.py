@@ -411,8 +411,8 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
         scale = inner[scale.long()] * outer + offset
     _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
     scale = scale.flatten().float()
-    _check_bytes(parts["weight"], "weight")
-    packed = parts["weight"].flatten()
+    # Other dtypes than uint8 (bnb_4bit_quant_storage) have the same bytes.
+    packed = parts["weight"].contiguous().flatten().view(torch.uint8)
     size = math.prod(shape)
     if packed.numel() != -(-size // 2):
         raise FormatError("weight", f"has {packed.numel()} bytes for a weight of shape {shape}")
