@@ -25,6 +25,7 @@ from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
+from octavo.models.kv_scales import is_kv_scale
 from octavo.models.quantization import Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
@@ -145,7 +146,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 freed.after(math.prod(target.shape))
             elif config.is_stored_quantized and is_unused_bias(name, tensor):
                 continue
-            elif not checkpoint.is_ignored(key):
+            elif not (checkpoint.is_ignored(key) or is_kv_scale(name)):
                 unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
