@@ -102,7 +102,8 @@ def test_weights_stay_quantized(name: str) -> None:
     if name in ("bitsandbytes_nf4", "bitsandbytes_fp4"):
         expected: type = Tensor
     else:
-        expected = ScaledFloat8 if name.startswith(("fp8", "torchao")) else GroupedInt
+        is_float = name == "torchao" or name.startswith("fp8")
+        expected = ScaledFloat8 if is_float else GroupedInt
     assert kinds == {expected}
 
 
@@ -447,9 +448,11 @@ def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
     """Every format: parts that lack, are too short, of another type, or hold impossible values."""
     directory = changed(tmp_path, name)
     whole = load_file(directory / "model.safetensors")
-    is_integer = name.startswith(("awq", "gptq", "packed", "int8"))
+    is_integer = name.startswith(("awq", "gptq", "packed", "int8", "torchao_int"))
     parts = {key: each for key, each in whole.items() if key.startswith(K_PROJ)}
     may_lack = {"g_idx", "weight_format"}  # the first without desc_act
+    if name == "torchao_int8":
+        may_lack.add("_weight_zero_point")
     for key, tensor in parts.items():
         part = key.removeprefix(K_PROJ)
         for kind, broken in corrupted(part, tensor, is_integer):

@@ -190,9 +190,12 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     return _float8(parts, "weight", name, quantization)
 
 
-def _torchao(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """e4m3 times a scale per row or tensor."""
-    return _float8(parts, "_weight_qdata", "_weight_scale", quantization)
+def _torchao(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
+    """e4m3 or int8, times a scale per row, tensor or, of int8, group of inputs."""
+    names = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+    if quantization.form == "float8":
+        return _float8(parts, *names[:2], quantization)
+    return _whole_bytes(parts, names, quantization)
 
 
 def _float8(
@@ -228,23 +231,7 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         weight = parts["weight"]
         if weight.dtype == torch.float8_e4m3fn:
             return _float8(parts, "weight", "weight_scale", quantization)
-        if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
-            raise FormatError(
-                "weight",
-                f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
-                "torch.int8 in 2-D",
-            )
-        zeros = parts.get("weight_zero_point")
-        if scale.dim() == 2 and scale.shape[1] > 1:  # of groups of inputs
-            if zeros is not None:
-                zeros = _int8_zeros(zeros, "weight_zero_point")
-            names = "weight_scale", "weight_zero_point", ""
-            return _grouped(weight.view(torch.uint8) ^ 128, scale, zeros, quantization, None, names)
-        if zeros is not None:
-            zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1)
-            zeros = _int8_zeros(zeros, "weight_zero_point")
-        _check_scales(scale, "weight_scale", "not zero")
-        return _int8(weight, scale, "weight_scale", zeros, quantization.quantizes_inputs)
+        return _whole_bytes(parts, ("weight", "weight_scale", "weight_zero_point"), quantization)
     packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
     if "weight_shape" not in parts:
         raise FormatError("weight_shape", "is not there, and packed weights need it")
@@ -366,6 +353,32 @@ def _int8(
     return GroupedInt.from_values(unsigned, scale, zeros, 8, quantizes_inputs=quantizes_inputs)
 
 
+def _whole_bytes(
+    parts: Parts, names: tuple[str, str, str], quantization: Quantization
+) -> Tensor | QuantizedWeight:
+    """int8, of however few bits, with a scale for each row or group of inputs.
+
+    names: of the weight, its scales and, perhaps, its zero points.
+    """
+    weight, scale, zeros = parts[names[0]], parts[names[1]], parts.get(names[2])
+    if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
+        raise FormatError(
+            names[0],
+            f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
+            "torch.int8 in 2-D",
+        )
+    if scale.dim() == 2 and scale.shape[1] > 1:  # of groups
+        if zeros is not None:
+            zeros = _int8_zeros(zeros, names[2])
+        unsigned = weight.view(torch.uint8) ^ 128
+        return _grouped(unsigned, scale, zeros, quantization, None, (names[1], names[2], ""))
+    if zeros is not None:
+        zeros = _per_row(zeros, len(weight), names[2]).expand(len(weight), 1)
+        zeros = _int8_zeros(zeros, names[2])
+    _check_scales(scale, names[1], "not zero")
+    return _int8(weight, scale, names[1], zeros, quantization.quantizes_inputs)
+
+
 def _int8_zeros(zeros: Tensor, name: str) -> Tensor:
     """Zero points of int8 as those of the values plus 128."""
     if zeros.is_floating_point() or zeros.is_complex() or zeros.dtype == torch.bool:
@@ -480,7 +493,7 @@ FORMATS: Mapping[str, Format] = {
         _bitsandbytes_4bit,
     ),
     "bitsandbytes-int8": Format(("SCB",), ("weight",), ("weight_format",), _bitsandbytes_int8),
-    "torchao": Format(("_weight_qdata",), ("_weight_scale",), (), _torchao),
+    "torchao": Format(("_weight_qdata",), ("_weight_scale",), ("_weight_zero_point",), _torchao),
     "mxfp4": Format(("blocks",), ("scales",), (), _mxfp4, "_", "", is_transposed=True),
 }
 

@@ -347,15 +347,28 @@ def _read_bitsandbytes(fields: Fields) -> Quantization:
     return Quantization("bitsandbytes-4bit")
 
 
+# What torchao's configurations make of weights that they write as they are computed with on a CPU:
+# the form, and whether inputs are rounded to 8 bits, too. Integers of any bits have a byte each.
+TORCHAO: Mapping[str, tuple[FormKind, bool]] = {
+    "Float8WeightOnlyConfig": ("float8", False),
+    "Float8DynamicActivationFloat8WeightConfig": ("float8", True),
+    "Int8WeightOnlyConfig": ("int", False),
+    "Int8DynamicActivationInt8WeightConfig": ("int", True),
+    "IntxWeightOnlyConfig": ("int", False),
+    "Int8DynamicActivationIntxWeightConfig": ("int", True),
+}
+
+
 def _read_torchao(fields: Fields) -> Quantization:
-    """FP8 weights of torchao."""
+    """FP8 and integer weights of torchao."""
     kinds = fields.part("quant_type").part("default")
-    served = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
-    if kinds.get("_type") not in served:
-        raise kinds.error("_type", f"octavo reads {', '.join(served)}")
-    return Quantization(
-        "torchao", form="float8", quantizes_inputs="DynamicActivation" in str(kinds.get("_type"))
-    )
+    name = kinds.get("_type")
+    if not isinstance(name, str) or name not in TORCHAO:
+        raise kinds.error("_type", f"octavo reads {', '.join(TORCHAO)}")
+    form, quantizes_inputs = TORCHAO[name]
+    # Symmetric int8 may have none.
+    demanded = ("_weight_zero_point",) if "Intx" in name else ()
+    return Quantization("torchao", form=form, quantizes_inputs=quantizes_inputs, demanded=demanded)
 
 
 def _read_mxfp4(fields: Fields) -> Quantization:
