@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import LoadFormat
-from octavo.errors import ModelError, few
+from octavo.errors import ConfigError, ModelError, few
 from octavo.host_memory import return_freed_memory
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
@@ -277,10 +277,18 @@ class Rounding:
     def __init__(self, config: ModelConfig) -> None:
         self._quantization = None if config.is_stored_quantized else config.quantization
         self._errors: dict[str, float] = {}  # by names of weights
+        self._left: list[str] = []  # names of those that are not quantized
 
     def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
-        """A weight of that name, quantized or not."""
+        """A weight of that name, quantized or not.
+
+        Raises ModelError if it should be, and has values that are not finite.
+        """
+        if self._quantization is None:
+            return dense
         form = _rounded(dense, self._quantization, slot)
+        if isinstance(form, Tensor):
+            self._left.append(name)
         if isinstance(form, QuantizedWeight):
             matrices = dense.mT if slot.is_transposed else dense
             pairs = [(matrices, form)]
@@ -294,11 +302,25 @@ class Rounding:
                     there = rounded.cut(rows, slice(0, num_columns)).dequantize()
                     lost += float((there - exact).square().sum())
                     size += float(exact.square().sum())
+            if not math.isfinite(size) and not bool(dense.isfinite().all()):
+                raise ModelError(f"{name} has values that are not finite: it cannot be quantized")
             self._errors[name] = math.sqrt(lost / size) if size else 0.0
         return form
 
     def report(self) -> None:
-        """Log how far the quantized weights are from those in the files."""
+        """Log how far the quantized weights are from those in the files, and which stay as they
+        are.
+
+        Raises ConfigError if that is all of them.
+        """
+        if self._left:
+            logger.warning("%d weights are not quantized: %s", len(self._left), few(self._left))
+        if self._left and not self._errors:
+            raise ConfigError(
+                "quantization",
+                f"none of the weights can be quantized so: groups of {SMALLEST_GROUP} do not "
+                f"divide the inputs of {few(self._left)}",
+            )
         if not self._errors:
             return
         ordered = sorted(self._errors, key=lambda name: self._errors[name])
@@ -352,19 +374,19 @@ def _form_of_rows(dense: Tensor, quantization: Quantization) -> QuantizedWeight 
     if quantization.form == "float8":
         block = quantization.block or (1, size)
         return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
-    if quantization.form == "mxfloat4":
-        return MxFloat4.quantize(dense)
-    if quantization.form == "int":
-        # Scales of fewer inputs, where their number does not divide.
-        group = quantization.group_size or size
-        while size % group and group > SMALLEST_GROUP:
-            group //= 2
-        try:
+    try:
+        if quantization.form == "mxfloat4":
+            return MxFloat4.quantize(dense)
+        if quantization.form == "int":
+            # Scales of fewer inputs, where their number does not divide.
+            group = quantization.group_size or size
+            while size % group and group > SMALLEST_GROUP:
+                group //= 2
             return GroupedInt.quantize(
                 dense, quantization.num_bits, group, quantization.quantizes_inputs
             )
-        except FormError as error:
-            warn_once(f"weights of {size} inputs stay as they are: {error}")
+    except FormError as error:
+        warn_once(f"weights of {size} inputs stay as they are: {error}")
     return None
 
 
