@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.errors import ModelError, few
+from octavo.errors import ModelError, OutOfMemory, few
 from octavo.json_fields import read_json
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
@@ -83,6 +83,8 @@ def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
                 yield path, name, TensorInFile(file, name, shape)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
+        except RuntimeError as error:  # beyond a limit on the process's addresses
+            raise OutOfMemory(f"{path} cannot be mapped into memory: {error}") from error
 
 
 def _weight_files(directory: Path) -> dict[Path, set[str]]:
