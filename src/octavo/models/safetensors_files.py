@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.errors import ModelError, few
+from octavo.errors import ModelError, OutOfMemory, few
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import joined
@@ -79,3 +79,5 @@ def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
                 yield path, name, TensorInFile(file, name, shape)
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
+        except RuntimeError as error:  # beyond a limit on the process's addresses
+            raise OutOfMemory(f"{path} cannot be mapped into memory: {error}") from error
