@@ -214,6 +214,7 @@ def quantized_projections() -> None:
                 continue
             assert isinstance(choice, Tiles)
             launch(x, stored, out[0], out, epilogue, choice, is_partial=num_tokens == 1)
+    few_packed()
     rounded, scales = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
@@ -244,6 +245,38 @@ def quantized_projections() -> None:
                 *(given, rounded[:, : given.shape[-1]], None, out[: len(given)], epilogue),
                 *(tiles, False, of_rows),
             )
+
+
+def few_packed() -> None:
+    """Few tokens times 4 bits: gates and ups, rows in splits, and in two partitions."""
+    from test_quantized_forms import FORMS
+
+    from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
+    from octavo.ops.cuda.quantize import round_inputs
+    from octavo.ops.cuda.quantized_tiles import Product, candidates
+    from octavo.ops.cuda.stored_weights import StoredWeight
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.quantized import Rounding
+
+    workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
+    cases = [
+        (2048, 1024, Epilogue.SILU_MUL),
+        (2048, 1024, Epilogue.NONE),
+        (5120, 256, Epilogue.NONE),
+    ]
+    for name in ("int4", "int4-asymmetric"):
+        for num_rows, size, epilogue in cases:
+            stored = StoredWeight.of(FORMS[name](torch.randn(num_rows, size).bfloat16()))
+            assert stored is not None
+            for num_tokens in (8, 16) if has_all else (8 if name == "int4" else 16,):
+                product = Product.of(num_tokens, stored, epilogue.is_gated, Rounding.INTEGERS)
+                assert product is not None
+                (tiles,) = candidates(product)
+                assert isinstance(tiles, PackedTiles)
+                x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
+                out = x.new_zeros(num_tokens, product.num_rows)
+                inputs = round_inputs(x, Rounding.INTEGERS)
+                linear_few_packed(inputs, stored, out[0], out, epilogue, tiles, False, workspace)
 
 
 def draws() -> None:

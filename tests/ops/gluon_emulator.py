@@ -79,6 +79,8 @@ class Pointer:
 class Shared:
     """A tensor in shared memory."""
 
+    layout = None
+
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.dtype = values.dtype

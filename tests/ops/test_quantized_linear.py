@@ -22,6 +22,7 @@ from octavo.ops.cuda import (
     linear,
     linear_gemv_packed,
     linear_hopper,
+    linear_hopper_packed,
     linear_quantized,
     linear_ring,
     stored_weights,
@@ -29,6 +30,7 @@ from octavo.ops.cuda import (
 from octavo.ops.cuda import norm as cuda_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
 from octavo.ops.cuda.linear_hopper import linear_kernel
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles, linear_few_packed
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.linear_ring import Ring
 from octavo.ops.cuda.quantize import round_inputs
@@ -58,6 +60,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         for module, kernel in (
             (linear_quantized, "quantized_linear_kernel"),
             (linear_gemv_packed, "_linear_packed_kernel"),
+            (linear_hopper_packed, "linear_packed_kernel"),
             (linear_quantized, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
             (linear_ring, "_linear_ring_kernel"),
@@ -295,6 +298,101 @@ def test_one_token_of_any_magnitude(
         assert not actual.isfinite().any()
 
 
+@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (0, True)])
+@pytest.mark.parametrize(
+    ("size", "num_tokens", "tiles", "epilogue"),
+    [
+        (1024, 5, PackedTiles(8, 1, 2), Epilogue.NONE),
+        (1152, 8, PackedTiles(8, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
+        (1024, 13, PackedTiles(16, 2, 1), Epilogue.SILU_MUL),
+        (640, 3, PackedTiles(8, 2, 2, splits=2), Epilogue.SILU_MUL),
+        (1024, 25, PackedTiles(32, 1, 2, ways=2), Epilogue.RELU),
+        (1408, 20, PackedTiles(16, 1, 2, ways=2, splits=3), Epilogue.NONE),  # as partial sums
+    ],
+)
+def test_few_tokens_times_4_bits_with_any_tiles(
+    hopper: torch.device,
+    group: int,
+    has_zeros: bool,
+    size: int,
+    num_tokens: int,
+    tiles: PackedTiles,
+    epilogue: Epilogue,
+) -> None:
+    """group: 0 for one of all inputs."""
+    dtype = torch.float16 if size == 640 else torch.bfloat16
+    num_rows = 256 if epilogue.is_gated else 144  # of gates whole chunks
+    dense = inputs(num_rows, size, torch.bfloat16, hopper) * size**-0.5
+    form = GroupedInt.quantize(dense, 4, group or size)
+    if has_zeros:
+        zeros = torch.arange(form.scales.numel(), device=hopper) % 16
+        form = replace(form, zeros=zeros.view(form.scales.shape).to(torch.int16))
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    x, bias = inputs(num_tokens, size, dtype, hopper), inputs(1, num_rows, dtype, hopper)[0]
+    wanted = apply_epilogue(x.double() @ form.dequantize().t().double() + bias, epilogue)
+    is_partial = size == 1408
+    shape = (tiles.splits,) * is_partial + wanted.shape
+    out = torch.full(shape, torch.nan, dtype=torch.float32 if is_partial else dtype, device=hopper)
+    rounded = round_inputs(x, Rounding.INTEGERS)
+    workspace = linear._workspace(hopper)
+    for _ in range(2):  # and the workspace is ready for the next product
+        linear_few_packed(
+            rounded, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial, workspace
+        )
+        if is_partial:
+            assert relative(out.sum(dim=0), wanted) < 1e-4  # of inputs as integers
+        else:
+            assert relative(out, wanted) < 3e-3  # of results in 16 bits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [2, 8, 13, 32])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "epilogue"),
+    [
+        (6144, 4096, Epilogue.NONE),  # Llama 3 8B
+        (4096, 4096, Epilogue.NONE),
+        (28672, 4096, Epilogue.SILU_MUL),
+        (4096, 14336, Epilogue.NONE),
+        (10240, 8192, Epilogue.NONE),  # Llama 3 70B
+        (19456, 2560, Epilogue.SILU_MUL),  # Qwen3 4B
+        (2560, 9728, Epilogue.NONE),
+    ],
+)
+def test_few_tokens_times_4_bits_of_models(
+    num_rows: int, size: int, epilogue: Epilogue, has_zeros: bool, num_tokens: int
+) -> None:
+    """One token has outliers, and one is not finite."""
+    device = torch.device("cuda")
+    form = GroupedInt.quantize(inputs(num_rows, size, torch.bfloat16, device) * size**-0.5, 4, 128)
+    if has_zeros:
+        zeros = torch.arange(form.scales.numel(), device=device) % 16
+        form = replace(form, zeros=zeros.view(form.scales.shape).to(torch.int16))
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    assert kernel.rounding(num_tokens) is Rounding.INTEGERS
+    x = inputs(num_tokens + 2, size, torch.bfloat16, device)[2:]
+    x[0, ::500] *= 30_000
+    y = x.double() @ form.dequantize().t().double()
+    wanted = apply_epilogue(y, epilogue)
+    first, again = (kernel.apply(x, None, epilogue) for _ in range(2))
+    assert torch.equal(first, again)
+    for token, expected in zip(first, wanted, strict=True):
+        assert relative(token, expected) < 3e-3  # of results in bfloat16
+    if epilogue is Epilogue.NONE:
+        parts = kernel.apply_partial(x, None)
+        if parts.dim() == 3:
+            assert relative(parts.sum(dim=0), y) < 2e-4
+    x[1, 7] = torch.inf
+    spoiled = kernel.apply(x, None, epilogue)
+    assert not spoiled[1].isfinite().any()
+    others = torch.arange(num_tokens, device=device) != 1
+    assert torch.equal(spoiled[others], first[others])
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("size", "num_tokens"), [(352, 1), (352, 20)])
 def test_integers_of_gguf_files(
@@ -315,7 +413,7 @@ def test_integers_of_gguf_files(
 def test_all_candidates_of_tiles_compute_the_same(
     hopper: torch.device, name: str, size: int, num_tokens: int
 ) -> None:
-    form = made(name, 260, size, hopper)
+    form = made(name, 256, size, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
     x = inputs(num_tokens, size, torch.bfloat16, hopper)
@@ -325,10 +423,10 @@ def test_all_candidates_of_tiles_compute_the_same(
     found = [tiles for tiles in candidates(product) if isinstance(tiles, Tiles)]
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
-    found.append(replace(found[0], by_warp=not found[0].by_warp, blocks=1))
-    found.append(replace(found[0], by_warp=False, blocks=1, scales_weights=True))
+    found.append(replace(found[0], by_warp=not found[0].by_warp))
+    found.append(replace(found[0], by_warp=False, scales_weights=True))
     for tiles in found:
-        out = x.new_empty(num_tokens, 130)
+        out = x.new_empty(num_tokens, 128)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)
         assert relative(out, wanted) < TOLERANCE, tiles
 
@@ -356,14 +454,15 @@ def test_persistent_programs_share_tiles_in_any_way(
 ) -> None:
     monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: num_sms)
     dtype = torch.bfloat16 if num_sms == 7 else torch.float16
-    form = made(name, 260, 1152, hopper)
+    num_rows = 384 if epilogue.is_gated and name.startswith("int4") else 260  # whole chunks
+    form = made(name, num_rows, 1152, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
     product = Product.of(num_tokens, stored, epilogue.is_gated)
     assert product is not None
     tiles = persistent_tiles(product, *shape, is_shared=is_shared)
-    x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, 260, dtype, hopper)[0]
-    out = x.new_empty(num_tokens, 130 if epilogue.is_gated else 260)
+    x, bias = inputs(num_tokens, 1152, dtype, hopper), inputs(1, num_rows, dtype, hopper)[0]
+    out = x.new_empty(num_tokens, num_rows // 2 if epilogue.is_gated else num_rows)
     for _ in range(2):  # and are ready for the next product
         launch(x, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial=False)
         wanted = apply_epilogue(x.float() @ form.dequantize().t() + bias.float(), epilogue)
@@ -374,7 +473,7 @@ def test_persistent_programs_share_tiles_in_any_way(
 def test_a_kernel_computes_by_the_answers_to_its_questions(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    form = made(name, 260, 1152, hopper)
+    form = made(name, 256, 1152, hopper)
     kernel = make_kernel(form, torch.bfloat16)
     assert isinstance(kernel, Tunable)
     assert kernel.questions(2048) == []  # it was not used yet
@@ -508,7 +607,7 @@ def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     assert spoiled.isnan().any(dim=1).sum() == 1
 
 
-@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS])
+@pytest.mark.parametrize("rounding", [Rounding.TOKENS, Rounding.GROUPS, Rounding.INTEGERS])
 def test_a_norm_rounds_for_projections_that_would_round_its_result(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch, rounding: Rounding
 ) -> None:
@@ -536,14 +635,21 @@ def test_a_norm_rounds_for_projections_that_would_round_its_result(
             num_rows, size = slot.shape
             dense = inputs(num_rows, size, torch.bfloat16, hopper) * size**-0.5
             block = (1, size) if rounding is Rounding.TOKENS else (128, 128)
-            form = ScaledFloat8.quantize(dense, block, quantizes_inputs=True)
+            form: QuantizedWeight = ScaledFloat8.quantize(dense, block, quantizes_inputs=True)
+            if rounding is Rounding.INTEGERS:
+                form = GroupedInt.quantize(dense, 4, 128)
             slot.put(form, torch.bfloat16)
         projection.finalize()
     norm = RMSNorm(NormConfig("rms", 256, 1e-5))
     scale = inputs(1, 256, torch.bfloat16, hopper)[0]
     norm.weight = torch.nn.Parameter(scale, requires_grad=False)
-    for num_tokens, sizes_in_mlp in ((20, []), (40, [384])):
-        assert mlp.entry.rounding(num_tokens) is (rounding if sizes_in_mlp else Rounding.NONE)
+    few = Rounding.IN_TWO if rounding is Rounding.TOKENS else Rounding.NONE
+    roundings = (few, rounding)  # of 20 tokens, and of 40
+    if rounding is Rounding.INTEGERS:
+        roundings = (rounding, Rounding.NONE)
+    for num_tokens, expected in zip((20, 40), roundings, strict=True):
+        assert mlp.entry.rounding(num_tokens) is expected
+        sizes_in_mlp = [] if expected is Rounding.NONE else [384]
         x, residual = inputs(2 * num_tokens, 256, torch.bfloat16, hopper).view(2, -1, 256)
         normed, total = norm.forward(x, residual.clone())
         wanted = mlp.forward(normed)

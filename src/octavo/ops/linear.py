@@ -48,7 +48,7 @@ class LinearKernel(Protocol):
 
 @runtime_checkable
 class RoundingKernel(LinearKernel, Protocol):
-    """Rounds inputs to e4m3, or takes those that what computes them has rounded."""
+    """Rounds inputs to 8 bits, or takes those that what computes them has rounded."""
 
     def rounding(self, num_tokens: int) -> Rounding:
         """How inputs of so many tokens are rounded."""

@@ -37,10 +37,10 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 class Rounding(IntEnum):
-    """How inputs of a product are rounded to e4m3; kernels take it as a compile-time constant.
+    """How inputs of a product are rounded to 8 bits; kernels take it as a compile-time constant.
 
-    The largest value that shares a scale becomes FLOAT8_MAX, or with IN_TWO 128 to 256. Where one
-    is not finite, the scale is NaN.
+    The largest value that shares a scale becomes FLOAT8_MAX in e4m3, with IN_TWO 128 to 256, and
+    LARGEST_INTEGER with INTEGERS. Where one is not finite, the scale is not either.
     """
 
     NONE = 0  # they are not
@@ -48,6 +48,9 @@ class Rounding(IntEnum):
     GROUPS = 2  # a scale for each group of 128 inputs of a token
     # Two numbers for each input, which add up to a bfloat16, with a scale for each group of 512
     IN_TWO = 3
+    # Two integers of 8 bits for each input, 256 high + low, with a scale for each group of 128, in
+    # the order in which products with packed integers of 4 bits take them
+    INTEGERS = 4
 
     @property
     def group(self) -> int:
@@ -57,24 +60,31 @@ class Rounding(IntEnum):
 
 # Tensor cores add up 512 products of e4m3 numbers, before their sums are scaled and added in
 # float32.
-_GROUPS = {Rounding.GROUPS: 128, Rounding.IN_TWO: 512}
+_GROUPS = {Rounding.GROUPS: 128, Rounding.IN_TWO: 512, Rounding.INTEGERS: 128}
+LARGEST_INTEGER = 127 * 256 + 127
 
 
 class RoundedInputs(NamedTuple):
     """Inputs in place of which a projection takes `values` times `scales`."""
 
-    values: Tensor  # e4m3 [num_tokens, (2,) in_features], dense
+    values: Tensor  # e4m3 or int8 [num_tokens, (2,) in_features], dense
     # float32: of tokens [num_tokens, 1]; of groups [num_groups, at least num_tokens], where those
-    # behind the last token are of no meaning
+    # behind the last token are of no meaning. With INTEGERS [num_groups, 2, at least num_tokens]:
+    # scales, and sums of the inputs that the integers stand for
     scales: Tensor
 
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
-    """Round x [num_tokens, in_features], in plain torch."""
+    """Round x [num_tokens, in_features], in plain torch.
+
+    With Rounding.INTEGERS, in_features are a multiple of its groups.
+    """
     size = x.shape[-1]
     group = rounding.group or size
     grouped = torch.nn.functional.pad(x.float(), (0, -size % group)).view(len(x), -1, group)
     top = grouped.abs().amax(dim=-1)
+    if rounding is Rounding.INTEGERS:
+        return _integers(grouped, top)
     if rounding is Rounding.IN_TWO:
         values, scales = _in_two(grouped, top)
     else:
@@ -99,6 +109,21 @@ def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     scaled = grouped * factors.unsqueeze(-1)
     high = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
     return torch.stack((high, scaled - high), dim=1), scales
+
+
+def _integers(grouped: Tensor, top: Tensor) -> RoundedInputs:
+    """See Rounding.INTEGERS. Of an input's place in its group, the bits that follow each other from
+    the highest one on are moved to where `permute` puts them."""
+    num_tokens, num_groups, group = grouped.shape
+    largest = top.clamp(min=1e-30)
+    rounded = (grouped * (LARGEST_INTEGER / largest).unsqueeze(-1)).nan_to_num().round().int()
+    high = (rounded + 128) >> 8
+    both = torch.stack((high, rounded - 256 * high), dim=1).to(torch.int8)
+    ordered = both.view(num_tokens, 2, num_groups, 2, 2, 2, 4, 2, 2)
+    values = ordered.permute(0, 1, 2, 7, 3, 5, 6, 8, 4).reshape(num_tokens, 2, num_groups * group)
+    scales = largest / LARGEST_INTEGER
+    scales = torch.stack((scales, rounded.sum(dim=-1) * scales), dim=-1)
+    return RoundedInputs(values, scales.permute(1, 2, 0).contiguous())
 
 
 class FormError(ValueError):

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from octavo.ops.cuda.linear_hopper import _finish
 from octavo.ops.cuda.linear_hopper_quantized import _interleave, _stacked_rows
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.stored_weights import BLOCK, INT4, StoredWeight
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
 
 BLOCKS = 8  # of a warp, at most: columns of the right operand
@@ -44,6 +44,8 @@ _BLOCK = tl.constexpr(BLOCK)
 _BLOCKS = tl.constexpr(BLOCKS)
 _PLANES = tl.constexpr(8)
 _WIDTH = tl.constexpr(16)  # words of a block, and inputs of a plane
+_CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
+_CHUNK = tl.constexpr(CHUNK_ROWS * 16)  # words
 _LARGEST = tl.constexpr(127 * 256 + 127)
 _SMALLEST = tl.constexpr(0x0DA24260)  # the bits of 1e-30: blocks of zeros have a scale, too
 # The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
@@ -62,7 +64,7 @@ _SPLIT = tl.constexpr("""{
     xor.b32 $1, a, s;
     }""")
 # Four words -> for each of them, its even and its odd integers, as 16 (q - 8) in 8 bits.
-_UNPACK = tl.constexpr("""{
+UNPACK = tl.constexpr("""{
     .reg .b32 t, s, m;
     mov.b32 s, 0x80808080;
     mov.b32 m, 0xF0F0F0F0;
@@ -166,7 +168,7 @@ def _weights(words):
     WARPS: gl.constexpr = words.shape[0]
     ROWS: gl.constexpr = words.shape[1]
     parts = gl.inline_asm_elementwise(
-        _UNPACK,
+        UNPACK,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
         [words.reshape([WARPS * ROWS, _WIDTH])],
         dtype=(gl.int8,) * 8,
@@ -267,14 +269,14 @@ def _linear_packed_kernel(
     rows = _stacked_rows(row, row + num_rows, ROWS, GATED, ACROSS)
     rows = gl.minimum(rows, last_row)[None, :, None]
     blocks = start + _along(WARPS, 0, LOADED)
-    inner = blocks * _WIDTH + _along(_WIDTH, 2, LOADED)
-    words = weight + rows.to(gl.int64) * (num_blocks * _WIDTH) + inner
+    inner = blocks * _CHUNK + rows % _CHUNK_ROWS * _WIDTH + _along(_WIDTH, 2, LOADED)
+    words = weight + (rows // _CHUNK_ROWS).to(gl.int64) * (num_blocks * _CHUNK) + inner
     pieces = ()
     for i in gl.static_range(COUNT):
         if EVEN:
-            places = words + i * (WARPS * _WIDTH)
+            places = words + i * (WARPS * _CHUNK)
         else:
-            places = words + gl.minimum(last - 1 - blocks, i * WARPS) * _WIDTH
+            places = words + gl.minimum(last - 1 - blocks, i * WARPS) * _CHUNK
         pieces += (gl.load(places),)  # type: ignore[assignment]
 
     columns = _along(_BLOCKS, 2, SUMS)

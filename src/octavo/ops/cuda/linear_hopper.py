@@ -42,11 +42,15 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
-    HALVES: gl.constexpr = 2 if GATED else 1
-    _fetch_tile(weight, [row, column], ready.index(stage), tiles.index(stage * HALVES))
-    if GATED:
-        _fetch_tile(weight, [up_row, column], ready.index(stage), tiles.index(stage * 2 + 1))
+def _fetch_weights(
+    weight, tiles, ready, stage, row, second_row, step, HALVES: gl.constexpr, DOWN: gl.constexpr
+):
+    ACROSS: gl.constexpr = 0 if DOWN else weight.block_type.shape[1]
+    place = [row + step * DOWN, step * ACROSS]
+    _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * HALVES))
+    if HALVES == 2:
+        place = [second_row + step * DOWN, step * ACROSS]
+        _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * 2 + 1))
 
 
 @gluon.jit
@@ -56,23 +60,27 @@ def _produce(
     buffers,
     token,
     row,
-    up_row,
+    second_row,
     first,
     count,
-    GATED: gl.constexpr,
+    HALVES: gl.constexpr,
+    DOWN: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """The partition that loads.
+
+    HALVES: tiles of W in a stage, from `row` and from `second_row` on.
+    DOWN: how many rows further down those of the next step are; 0: they are the next columns.
+    """
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
     BK: gl.constexpr = x_tiles.shape[2]
-    WIDTH: gl.constexpr = tiles.shape[2]  # BK, unless several weights share an element
-    WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
-    BYTES: gl.constexpr = WEIGHT_BYTES + x.block_type.nbytes
+    BYTES: gl.constexpr = weight.block_type.nbytes * HALVES + x.block_type.nbytes
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, ready, i, row, up_row, (first + i) * WIDTH, GATED)
+        _fetch_weights(weight, tiles, ready, i, row, second_row, first + i, HALVES, DOWN)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -81,8 +89,7 @@ def _produce(
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        column = (first + i) * WIDTH
-        _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED)
+        _fetch_weights(weight, tiles, ready, stage, row, second_row, first + i, HALVES, DOWN)
         _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
@@ -361,7 +368,7 @@ def linear_kernel(
             (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, IN_TWO, SPAN)),
             (
                 _produce,
-                (x, weight, buffers, x_row, row, up_row, first, count, GATED, EARLY, PDL),
+                (x, weight, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
             ),
         ],
         [1],

@@ -28,8 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC, SCALE_RESULT, SCALE_WEIGHTS
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
+from octavo.ops.cuda.linear_hopper_quantized import (
+    SCALE_RESULT,
+    SCALE_WEIGHTS,
+    joined_tiles,
+    line_of,
+)
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
 
 HALF = BLOCK // 2  # inputs that are converted at once
 PIECE = 8  # rows of gates that are fetched at once, and of what they gate
@@ -40,6 +45,7 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
+_CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 _PIECE_SUMS = tl.constexpr(64 * 128)  # sums of a tile that are added at once
 _LOADED = tl.constexpr(4)  # parts of them that are on their way at once
 
@@ -87,25 +93,33 @@ def _locate(i, work):
 
 
 @gluon.jit
-def _fetch_weights(weight, tiles, ready, i, work, sizes, GATED: gl.constexpr):
+def _fetch_weights(
+    weight, tiles, ready, i, work, sizes, GATED: gl.constexpr, IN_CHUNKS: gl.constexpr
+):
     """Load W of the program's step i."""
     _, num_rows, token_tiles = sizes
+    num_blocks = work[2]
     STAGES: gl.constexpr = ready.shape[0]
     PIECES: gl.constexpr = tiles.shape[0] // STAGES
+    HALVES: gl.constexpr = 2 if GATED else 1
     ROWS: gl.constexpr = tiles.shape[1]
     WIDTH: gl.constexpr = tiles.shape[2]
     stage = i % STAGES
     tile, block = _locate(i, work)
-    tile = tile // token_tiles
+    row = tile // token_tiles * (PIECES // HALVES * ROWS)
     column = block * WIDTH
     mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
-    for piece in gl.static_range(PIECES):
-        if GATED:
-            row = tile * (PIECES // 2 * ROWS) + piece // 2 * ROWS + piece % 2 * num_rows
-        else:
-            row = tile * (PIECES * ROWS) + piece * ROWS
-        place = tiles.index(stage * PIECES + piece)
-        _fetch_tile(weight, [row, column], ready.index(stage), place)
+    for half in gl.static_range(HALVES):
+        first = row + half * num_rows
+        if IN_CHUNKS:
+            first = line_of(first, num_blocks) + block * _CHUNK_ROWS
+            column = 0
+        for j in gl.static_range(PIECES // HALVES):
+            below = j * ROWS
+            if IN_CHUNKS:
+                below = below // _CHUNK_ROWS * (num_blocks * _CHUNK_ROWS) + below % _CHUNK_ROWS
+            place = tiles.index(stage * PIECES + HALVES * j + half)
+            _fetch_tile(weight, [first + below, column], ready.index(stage), place)
 
 
 @gluon.jit
@@ -118,6 +132,7 @@ def _produce(
     sizes,
     REST: gl.constexpr,
     GATED: gl.constexpr,
+    IN_CHUNKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free = buffers
@@ -131,7 +146,7 @@ def _produce(
     STAGES: gl.constexpr = ready.shape[0]
     count = end - begin + num_whole * num_blocks
     for i in range(gl.minimum(count, STAGES)):
-        _fetch_weights(weight, pieces, ready, i, work, sizes, GATED)
+        _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(count):
@@ -139,7 +154,7 @@ def _produce(
             # Where a stage holds a whole block of x, one barrier frees it and the block of W.
             done = free if HALVES == 1 else x_free
             mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
-            _fetch_weights(weight, pieces, ready, i, work, sizes, GATED)
+            _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
         tile, block = _locate(i, work)
         token = tile % token_tiles * (WIDE + REST)
         column = block * (2 * _HALF)
@@ -591,8 +606,8 @@ def persistent_linear_kernel(
         HALVES: of a block of x, in one of X_STAGES. With both, STAGES are as many.
         UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
-    WIDTH: gl.constexpr = weight.block_type.shape[1]
     PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
+    BOX: gl.constexpr = [STAGES * PIECES, weight.block_type.shape[0], weight.block_type.shape[1]]
     WIDE: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
@@ -607,15 +622,8 @@ def persistent_linear_kernel(
         UNPACK_LOW,
         UNPACK_HIGH,
     )
-    pieces = gl.allocate_shared_memory(
-        weight.dtype, [STAGES * PIECES, ROWS // PIECES, WIDTH], weight.layout
-    )
-    tiles = pieces
-    if GATED:
-        if _IS_PUBLIC:
-            tiles = pieces.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-        else:
-            tiles = pieces._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
+    pieces = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
+    tiles = joined_tiles(pieces, PIECES)
     x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES * HALVES, WIDE, _HALF], x.layout)
     rest_tiles = x_tiles
     if REST:
@@ -670,6 +678,7 @@ def persistent_linear_kernel(
                     sizes,
                     REST,
                     GATED,
+                    FORMAT == _INT4,
                     PDL,
                 ),
             ),

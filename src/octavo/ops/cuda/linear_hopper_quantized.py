@@ -11,9 +11,8 @@ both operands from shared memory as they are, and the sums of a block are scaled
 up.
 
 With up to 16 tokens each warp multiplies for itself (mma): many small programs hide how long each
-of them waits. A stage may have two blocks then, so that warps wait for each other half as often and
-words of a row come in pieces of 128 bytes. With more tokens, the warps of a group multiply together
-(wgmma), while they dequantize the next tile.
+of them waits. With more tokens, the warps of a group multiply together (wgmma), while they
+dequantize the next tile.
 
 Integers come packed for this (stored_weights.py): a thread's two neighbouring words hold the pairs
 of inputs that it needs, so that one logical operation makes two numbers of them, by placing the
@@ -34,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_hopper import _barrier, _finish, _produce
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
 
 SCALE_RESULT, SCALE_SUMS, SCALE_WEIGHTS = 0, 1, 2  # SCALE
 
@@ -44,6 +43,7 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_SUMS = tl.constexpr(SCALE_SUMS)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _BLOCK = tl.constexpr(BLOCK)
+_CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 # A name that changed between Triton 3.6 and 3.9.
 _IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
@@ -216,6 +216,24 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def joined_tiles(tiles, COUNT: gl.constexpr):
+    """Shared memory [n, rows, columns] as [n / COUNT, COUNT * rows, columns]."""
+    SHAPE: gl.constexpr = [tiles.shape[0] // COUNT, COUNT * tiles.shape[1], tiles.shape[2]]
+    if _IS_PUBLIC:
+        joined = tiles.reinterpret(tiles.dtype, SHAPE, tiles.layout)
+    else:
+        joined = tiles._reinterpret(tiles.dtype, SHAPE, tiles.layout)
+    return joined
+
+
+@gluon.jit
+def line_of(row, num_blocks):
+    """Where a row of W in chunks is (stored_weights.py), of the first block of inputs: each other
+    block is CHUNK_ROWS lines further down."""
+    return row // _CHUNK_ROWS * (num_blocks * _CHUNK_ROWS) + row % _CHUNK_ROWS
+
+
+@gluon.jit
 def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
     rows = gl.arange(0, ROWS, layout=LAYOUT)
@@ -313,8 +331,7 @@ def _consume(
     BM: gl.constexpr = x_tiles.shape[1]
     DTYPE: gl.constexpr = x_tiles.dtype
     KEEP: gl.constexpr = SCALE != _SCALE_SUMS
-    BLOCKS: gl.constexpr = x_tiles.shape[2] // _BLOCK
-    first_group = first * BLOCKS // GROUP_BLOCKS * PARTS
+    first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
         _stage(scales, staged, places, first_group, GATED)
     if HAS_ZEROS:
@@ -336,16 +353,13 @@ def _consume(
         for i in range(count):
             stage = i % STAGES
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            xs = _apart(x_tiles.index(stage).permute((1, 0)).load(RIGHT), 0, BLOCKS)
-            stored = _apart(tiles.index(stage).load(LEFT), 1, BLOCKS)
+            xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
+            stored = tiles.index(stage).load(LEFT)
             mbarrier.arrive(free.index(stage), count=1)
-            for block in gl.static_range(BLOCKS):
-                group = ((first + i) * BLOCKS + block) // GROUP_BLOCKS * PARTS - first_group
-                words = gl.convert_layout(stored[block], LEFT)
-                ws = _weights(words, staged, staged_zeros, group, HOW)
-                right = gl.convert_layout(xs[block], RIGHT)
-                product = mma_v2(ws, right, acc if KEEP else nothing)
-                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
+            ws = _weights(stored, staged, staged_zeros, group, HOW)
+            product = mma_v2(ws, xs, acc if KEEP else nothing)
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
     else:
         group = 0
         mbarrier.wait(ready.index(0), 0)
@@ -367,20 +381,6 @@ def _consume(
             mbarrier.arrive(free.index(stage), count=1)
             group = next_group
     return (acc,)
-
-
-@gluon.jit
-def _apart(values, AXIS: gl.constexpr, BLOCKS: gl.constexpr):
-    """A matrix as BLOCKS ones, one or two, that are neighbours along an axis."""
-    ROWS: gl.constexpr = values.shape[0]
-    COLUMNS: gl.constexpr = values.shape[1]
-    if BLOCKS == 1:
-        found = (values,)
-    elif AXIS == 0:
-        found = gl.split(values.reshape([2, ROWS // 2, COLUMNS]).permute((1, 2, 0)))
-    else:
-        found = gl.split(values.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
-    return found
 
 
 @gluon.jit
@@ -435,10 +435,10 @@ def quantized_linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
-        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, or float8 if W is, with
-            scales for blocks; and of W as it is stored, float8 [num_rows or 2 * num_rows,
-            in_features] or words as of pack_integers. What they fetch at once has one block or,
-            with BY_WARP, two.
+        x, weight: descriptors of a block of inputs of x [num_tokens, in_features], of 16 bits, or
+            float8 if W is, with scales for blocks; and of W as it is stored, float8 [num_rows or
+            2 * num_rows, in_features] or words as of pack_integers, of 4 bits as lines of a row's
+            words of a block. Tiles have one box of W, or two.
         x_scales: of float8 x, float32 [blocks, x_stride], for whole tiles of tokens.
         scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
         zeros: minus half of the integers' range, at the same places.
@@ -454,9 +454,10 @@ def quantized_linear_kernel(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
-    BN: gl.constexpr = weight.block_type.shape[0]  # results per token
-    ROWS: gl.constexpr = BN * HALVES
-    WIDTH: gl.constexpr = weight.block_type.shape[1]
+    ROWS: gl.constexpr = 16 * gl.num_warps()
+    BN: gl.constexpr = ROWS // HALVES  # results per token
+    BOXES: gl.constexpr = ROWS // weight.block_type.shape[0]
+    DOWN: gl.constexpr = _CHUNK_ROWS if FORMAT == _INT4 else 0
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = (
         gl.NVMMADistributedLayout(
@@ -475,20 +476,19 @@ def quantized_linear_kernel(
     row = tile * BN
     up_row = row + num_rows
     total_rows = num_rows * HALVES
-    BLOCKS: gl.constexpr = x.block_type.shape[1] // _BLOCK
-    num_steps = gl.cdiv(num_blocks, BLOCKS)
-    per_split = gl.cdiv(num_steps, num_splits)
+    per_split = gl.cdiv(num_blocks, num_splits)
     first = split * per_split
-    count = gl.minimum(first + per_split, num_steps) - first
+    count = gl.minimum(first + per_split, num_blocks) - first
 
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
-    stacked = tiles
-    if GATED:
-        if _IS_PUBLIC:
-            stacked = tiles.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-        else:
-            stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BLOCKS * _BLOCK], x.layout)
+    first_row = row
+    second_row = up_row if GATED else row + weight.block_type.shape[0]
+    if FORMAT == _INT4:
+        first_row = line_of(first_row, num_blocks)
+        second_row = line_of(second_row, num_blocks)
+    BOX: gl.constexpr = [STAGES * BOXES, weight.block_type.shape[0], weight.block_type.shape[1]]
+    tiles = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
+    stacked = joined_tiles(tiles, BOXES)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -530,7 +530,20 @@ def quantized_linear_kernel(
             ),
             (
                 _produce,
-                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+                (
+                    x,
+                    weight,
+                    buffers,
+                    token,
+                    first_row,
+                    second_row,
+                    first,
+                    count,
+                    BOXES,
+                    DOWN,
+                    EARLY,
+                    PDL,
+                ),
             ),
         ],
         [1],

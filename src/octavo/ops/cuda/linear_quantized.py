@@ -2,7 +2,8 @@
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
 linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
-other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 64 bfloat16
+other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 32 tokens times
+4 bits are linear_hopper_packed.py's, with two integers for each input. Up to 64 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +36,11 @@ from octavo.ops.cuda.linear import (
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
+from octavo.ops.cuda.linear_hopper_packed import (
+    PackedTiles,
+    linear_few_packed,
+    takes_integers,
+)
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
     PIECE,
@@ -52,6 +59,7 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
+    MOST_IN_INTEGERS,
     MOST_IN_TWO,
     SIZES,
     Choice,
@@ -60,7 +68,14 @@ from octavo.ops.cuda.quantized_tiles import (
     Tiles,
     candidates,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import (
+    BLOCK,
+    CHUNK_ROWS,
+    FLOAT8,
+    INT4,
+    StoredWeight,
+    dequantize,
+)
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -96,7 +111,6 @@ def launch(
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
-    assert tiles.blocks == 1 or (tiles.by_warp and num_blocks % tiles.blocks == 0)
     scale = SCALE_RESULT
     if stored.group:
         scales_weights = tiles.scales_weights or stored.group < BLOCK
@@ -104,10 +118,9 @@ def launch(
     assert x_scales is None or (scale == SCALE_SUMS and stored.format == FLOAT8)
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
-    width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
-        _descriptor(x, tiles.tokens, BLOCK * tiles.blocks),
-        _descriptor(stored.weight, rows, width * tiles.blocks),
+        _descriptor(x, tiles.tokens, BLOCK),
+        _weight_descriptor(stored, rows, epilogue),
         x_scales,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -132,7 +145,7 @@ def launch(
         HAS_ZEROS=stored.zeros is not None,
         GROUP_BLOCKS=max(1, stored.group // BLOCK) if stored.group else num_blocks,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
-        GROUPS=stored.staged_groups(tiles.splits, tiles.blocks),
+        GROUPS=stored.staged_groups(tiles.splits),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -169,7 +182,7 @@ def _launch_persistent(
     persistent_linear_kernel[(division.num_programs,)](
         _descriptor(x, first, HALF),
         _descriptor(x, rest or first, HALF),
-        _descriptor(stored.weight, fetched, stored.row_bytes // stored.weight.element_size()),
+        _weight_descriptor(stored, fetched, epilogue),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,
@@ -204,6 +217,15 @@ def _launch_persistent(
         maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
         **launch_options(x.device),
     )
+
+
+def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> Any:
+    """The TMA descriptor for fetching so many rows of W, or a chunk, of a block of inputs."""
+    weight = stored.weight
+    if stored.format == INT4:
+        assert not epilogue.is_gated or stored.has_whole_gates
+        weight, rows = weight.view(-1, weight.shape[-1]), min(rows, CHUNK_ROWS)
+    return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
 
 
 @cache
@@ -247,6 +269,7 @@ class QuantizedCudaLinear:
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
+        self._takes_integers = takes_integers(stored)
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
         has_even_blocks = stored.block_rows % MAX_ROWS == 0 and stored.shape[0] % MAX_ROWS == 0
@@ -264,13 +287,22 @@ class QuantizedCudaLinear:
 
     def rounding(self, num_tokens: int) -> Rounding:
         """See RoundingKernel.rounding."""
+        # Who rounds inputs does not know their permutation.
+        return Rounding.NONE if self._permutation is not None else self._own_rounding(num_tokens)
+
+    def _own_rounding(self, num_tokens: int) -> Rounding:
+        """Of inputs in the order of W's columns."""
         if num_tokens > MAX_EXACT_TOKENS and self._rounding is not Rounding.NONE:
             return self._rounding
+        if self._takes_integers and 1 < num_tokens <= MOST_IN_INTEGERS:
+            return Rounding.INTEGERS
         is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
         return Rounding.IN_TWO if is_in_two else Rounding.NONE
 
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See RoundingKernel.apply_rounded."""
+        if self._cuts_gates(epilogue):
+            return apply_gate(self.apply_rounded(x, bias, Epilogue.NONE), epilogue)
         choice = self._choose(len(x.values), epilogue)
         return self._multiply_rounded(x, bias, epilogue, choice, is_partial=False)
 
@@ -292,7 +324,7 @@ class QuantizedCudaLinear:
         if num_tokens == 1 and self._scales is not None:
             return self._apply_one(x, bias, Epilogue.NONE)
         choice = self._choose(num_tokens, Epilogue.NONE)
-        rounding = self.rounding(num_tokens)
+        rounding = self._own_rounding(num_tokens)
         if rounding is not Rounding.NONE:
             rounded = round_inputs(x, rounding)
             return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
@@ -317,7 +349,7 @@ class QuantizedCudaLinear:
                     break
                 if tokens == 1 and self._scales is not None:
                     continue  # _apply_one
-                product = Product.of(tokens, self._stored, is_gated, self.rounding(tokens))
+                product = Product.of(tokens, self._stored, is_gated, self._own_rounding(tokens))
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
@@ -351,11 +383,17 @@ class QuantizedCudaLinear:
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         if len(x) == 1 and self._scales is not None:
             return self._apply_one(x, bias, epilogue)
-        rounding = self.rounding(len(x))
+        if self._cuts_gates(epilogue):
+            return apply_gate(self._apply(x, bias, Epilogue.NONE), epilogue)
+        rounding = self._own_rounding(len(x))
         if rounding is not Rounding.NONE:
             return self.apply_rounded(round_inputs(x, rounding), bias, epilogue)
         choice = self._choose(len(x), epilogue)
         return self._multiply(x, bias, epilogue, choice)
+
+    def _cuts_gates(self, epilogue: Epilogue) -> bool:
+        """Whether kernels that fetch gates and what they gate by chunks cannot do that."""
+        return epilogue.is_gated and not self._stored.has_whole_gates
 
     def _apply_one(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
@@ -371,7 +409,7 @@ class QuantizedCudaLinear:
         choice = self._choices.get(place)
         if choice is None:
             self._uses.setdefault(epilogue.is_gated, epilogue)
-            rounding = self.rounding(num_tokens)
+            rounding = self._own_rounding(num_tokens)
             product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounding)
             if product is None:
                 choice = LIBRARY
@@ -424,6 +462,12 @@ class QuantizedCudaLinear:
         (rounded, scales), stored = x, self._stored
         num_tokens = len(rounded)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        if isinstance(choice, PackedTiles):
+            is_partial = is_partial and choice.splits > 1
+            out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
+            workspace = _workspace(out.device)
+            linear_few_packed(x, stored, bias, out, epilogue, choice, is_partial, workspace)
+            return out
         if isinstance(choice, Tiles):
             is_partial = is_partial and choice.splits > 1
             out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)

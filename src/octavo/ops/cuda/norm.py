@@ -140,7 +140,7 @@ def _launch(
         SENT=None if exchange is None else _ELEMENTS[exchange.dtype],
         GROUP=rounding.group or block,
         DTYPE=_ELEMENTS[dtype],
-        IN_TWO=rounding is Rounding.IN_TWO,
+        ROUNDING=int(rounding),
         LATE=_is_late(num_rows, num_splits) and exchange is None,
         num_warps=num_warps,
         # As many as there are: ptxas would keep to 32, and load some splits after adding others.
@@ -270,12 +270,12 @@ def _norm_kernel(
     SENT: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
-    IN_TWO: tl.constexpr,
+    ROUNDING: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """scales: of each GROUP elements, if the result is rounded to e4m3, or with IN_TWO to two such
-    numbers: from DTYPE, as if it had been stored before.
+    """scales: of each GROUP elements, if the result is rounded (ROUNDING): from DTYPE, as if it had
+    been stored before.
 
     LATE: see _is_late.
     """
@@ -337,7 +337,7 @@ def _norm_kernel(
         normed = (values * scale + shift).to(DTYPE)
         if scales is not None:
             normed = normed.to(tl.float32)
-            store_rounded(normed, out, scales, scale_stride, row, 0, size, GROUP, IN_TWO)
+            store_rounded(normed, out, scales, scale_stride, row, 0, size, GROUP, ROUNDING)
         else:
             tl.store(out + row * size + columns, normed, mask=inside)
         if twin_out is not None:

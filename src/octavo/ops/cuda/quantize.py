@@ -1,5 +1,5 @@
-"""Rounds activations to FP8, or makes two such numbers of each, for products of FP8 with FP8, where
-no kernel before has done so."""
+"""Rounds activations to FP8, or makes two numbers of 8 bits of each, for products with FP8 or with
+packed integers, where no kernel before has done so."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
-from octavo.ops.quantized import FLOAT8_MAX, RoundedInputs, Rounding
+from octavo.ops.quantized import FLOAT8_MAX, LARGEST_INTEGER, RoundedInputs, Rounding
 
 TOKENS = 128  # of the largest tiles of products with groups
 # Inputs of a program, where they have groups.
-_BLOCKS = {Rounding.GROUPS: 1024, Rounding.IN_TWO: 512}
+_BLOCKS = {Rounding.GROUPS: 1024, Rounding.IN_TWO: 512, Rounding.INTEGERS: 512}
 _MAX = tl.constexpr(FLOAT8_MAX)
+_IN_TWO = tl.constexpr(int(Rounding.IN_TWO))
+_INTEGERS = tl.constexpr(int(Rounding.INTEGERS))
+_LARGEST = tl.constexpr(LARGEST_INTEGER)
+_SMALLEST = tl.constexpr(0x0DA24260)  # the bits of 1e-30: groups of zeros have a scale, too
+# The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
+# `high`, and its first one `low` + 128.
+_ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
 
 
 def empty_inputs(
@@ -23,12 +30,15 @@ def empty_inputs(
 ) -> RoundedInputs:
     """What a kernel writes. Of groups there are scales for whole tiles of TOKENS, so that the
     kernels that follow may read them."""
-    values = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=device)
-    if rounding is Rounding.IN_TWO:
+    dtype = torch.int8 if rounding is Rounding.INTEGERS else torch.float8_e4m3fn
+    values = torch.empty((num_tokens, size), dtype=dtype, device=device)
+    if rounding in (Rounding.IN_TWO, Rounding.INTEGERS):
         values = values.new_empty((num_tokens, 2, size))
-    shape = num_tokens, 1
+    shape: tuple[int, ...] = num_tokens, 1
     if rounding.group:
         shape = triton.cdiv(size, rounding.group), triton.cdiv(num_tokens, TOKENS) * TOKENS
+    if rounding is Rounding.INTEGERS:
+        shape = shape[0], 2, shape[1]
     return RoundedInputs(values, torch.empty(shape, dtype=torch.float32, device=device))
 
 
@@ -46,7 +56,7 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
         scales.stride(0),
         BLOCK=block,
         GROUP=rounding.group or block,
-        IN_TWO=rounding is Rounding.IN_TWO,
+        ROUNDING=int(rounding),
         num_warps=max(1, min(16, block // 256 if rounding.group else block // 512)),
         **launch_options(x.device),
     )
@@ -70,12 +80,12 @@ def store_rounded(
     start,
     size,
     GROUP: tl.constexpr,
-    IN_TWO: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
-    """Store a token's float32 inputs from `start` on as one or two e4m3 numbers each, and the scale
-    of each GROUP of them."""
+    """Store a token's float32 inputs from `start` on as one or two numbers each, and the scale of
+    each GROUP of them."""
     BLOCK: tl.constexpr = values.shape[0]
-    if GROUP < BLOCK:
+    if GROUP < BLOCK or ROUNDING == _INTEGERS:
         values = tl.reshape(values, [BLOCK // GROUP, GROUP])
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
         places = group * GROUP + tl.arange(0, GROUP)[None, :]
@@ -85,14 +95,62 @@ def store_rounded(
         places = start + tl.arange(0, BLOCK)
         top = tl.max(_sizes(values), 0, keep_dims=True)
     inside = places < size
-    if IN_TWO:
+    targets = scales + group.to(tl.int64) * scale_stride + row
+    is_group = group * GROUP < size
+    if ROUNDING == _INTEGERS:
+        scale, total = _store_integers(values, rounded + row * 2 * size, start, size)
+        tl.store(targets + scale_stride // 2, total, mask=is_group)
+    elif ROUNDING == _IN_TWO:
         scale = _store_in_two(values, top, rounded + row * 2 * size + places, size, inside)
     else:
         scale = tl.where(top < float("inf"), tl.maximum(top, 1e-12) / _MAX, float("nan"))
         values = (values / scale).to(rounded.dtype.element_ty)
         tl.store(rounded + row * size + places, values, mask=inside)
-    targets = scales + group.to(tl.int64) * scale_stride + row
-    tl.store(targets, scale, mask=group * GROUP < size)
+    tl.store(targets, scale, mask=is_group)
+
+
+@triton.jit
+def _words_of(octets):
+    """Of the lowest octets of int32 [groups, 128] four in each word, [groups, 2, 8, 2], by the bits
+    of an input's place: the highest one, the three above the lowest two, and the second lowest.
+
+    Words of 4 bits are unpacked by octets (pack_integers, linear_hopper_packed.py): the four in one
+    register are the same place of two planes, and the next place of both. They are added up here,
+    because what Triton 3.6 makes of 8 bits that are permuted is wrong.
+    """
+    GROUPS: tl.constexpr = octets.shape[0]
+    bits = tl.reshape(octets & 0xFF, [GROUPS, 2, 2, 8, 2, 2])
+    first = tl.arange(0, 2)[None, None, :, None, None, None]
+    last = tl.arange(0, 2)[None, None, None, None, None, :]
+    return tl.sum(tl.sum(bits << (8 * first + 16 * last), 5), 2)
+
+
+@triton.jit
+def _store_integers(values, rounded, start, size):
+    """Store both integers of each value [groups, 128], `size` places apart; returns scales, and
+    sums of the values that the integers stand for, [groups, 1].
+
+    rounded: where those of the token begin.
+    start: the place of the first value.
+    """
+    GROUPS: tl.constexpr = values.shape[0]
+    sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
+    largest = tl.max(sizes, 1, keep_dims=True)
+    largest = tl.maximum(largest, _SMALLEST).to(tl.float32, bitcast=True)
+    sums = values * (_LARGEST / largest) + _ROUNDER
+    bits = sums.to(tl.int32, bitcast=True)
+    group = start // 128 + tl.arange(0, GROUPS)[:, None, None, None]
+    word = (
+        8 * tl.arange(0, 2)[None, :, None, None]
+        + tl.arange(0, 8)[None, None, :, None]
+        + 16 * tl.arange(0, 2)[None, None, None, :]
+    )
+    words = rounded.to(tl.pointer_type(tl.int32), bitcast=True) + group * 32 + word
+    inside = group * 128 < size
+    tl.store(words, _words_of(bits >> 8), mask=inside)
+    tl.store(words + size // 4, _words_of(bits ^ 0x80), mask=inside)
+    scale = largest / _LARGEST
+    return scale, tl.sum(sums - _ROUNDER, 1, keep_dims=True) * scale
 
 
 @triton.jit
@@ -144,7 +202,7 @@ def _round_kernel(
     scale_stride,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    IN_TWO: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -153,4 +211,4 @@ def _round_kernel(
     columns = start + tl.arange(0, BLOCK)
     wait_previous(PDL)
     values = tl.load(x + row * stride + columns, mask=columns < size, other=0.0).to(tl.float32)
-    store_rounded(values, rounded, scales, scale_stride, row, start, size, GROUP, IN_TWO)
+    store_rounded(values, rounded, scales, scale_stride, row, start, size, GROUP, ROUNDING)

@@ -1,5 +1,6 @@
-"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py, linear_gemv_packed.py
-for one token and 4 bits, and linear_hopper_persistent.py from 65 tokens on).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py; of 4 bits
+linear_gemv_packed.py for one token and linear_hopper_packed.py for up to 32; and
+linear_hopper_persistent.py from 65 tokens on).
 
 A rule proposes some by the shape, the best guess first: what was fastest, or nearly so, for the
 shapes of Llama 3 8B on an H200 (2026-11-23, Triton 3.6, benchmarks/quantized_linear.py). Which of
@@ -13,10 +14,12 @@ from functools import cache
 
 import triton
 
-from octavo.ops.cuda import linear_table
+from octavo.ops.cuda import linear_hopper_packed, linear_table
 from octavo.ops.cuda.linear_gemv_packed import BLOCKS, PackedPrograms
+from octavo.ops.cuda.linear_hopper_packed import PackedTiles
 from octavo.ops.cuda.stored_weights import (
     BLOCK,
+    CHUNK_ROWS,
     INT4,
     StoredWeight,
     row_bytes,
@@ -33,6 +36,7 @@ _MAX_SPLITS = 8
 _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
 MOST_IN_TWO = 64  # tokens whose inputs are two e4m3 numbers each; with more, gates and ups lose
 _MOST_OF_TILE_IN_TWO = 32  # of them in a tile
+MOST_IN_INTEGERS = 32  # tokens whose inputs are two integers each; more were not measured
 _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
@@ -66,7 +70,6 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
-    blocks: int = 1  # of 128 inputs in a stage; two only with by_warp
     # Of linear_hopper_persistent.py's kernel:
     x_stages: int = 0  # 0: it is not that kernel
     halves: int = 1  # of a block of x, in a stage
@@ -78,7 +81,9 @@ class Library:
     """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
 
 
-Choice = Tiles | PackedPrograms | linear_table.Tiles | Library  # the third with inputs in FP8
+Choice = (
+    Tiles | PackedPrograms | PackedTiles | linear_table.Tiles | Library
+)  # the third with inputs in FP8
 LIBRARY = Library()
 
 
@@ -126,6 +131,8 @@ def candidates(product: Product) -> tuple[Choice, ...]:
         return tuple(_rounded_candidates(product))
     if product.rounding is Rounding.IN_TWO:
         return (_tiles_in_two(product),)
+    if product.rounding is Rounding.INTEGERS:
+        return tuple(_packed_choices(product))
     found: list[Choice] = []
     packed = _packed_programs(product)
     if packed is not None:
@@ -159,37 +166,28 @@ def _packed_programs(product: Product) -> PackedPrograms | None:
 def _simple_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_quantized.py's kernel."""
     scales_weights = product.group > 0 and product.tokens >= 128
-    # Tokens, rows, programs on an SM, blocks of a stage, and whether single warps multiply.
+    # Tokens, rows, programs on an SM, and whether single warps multiply.
     if product.tokens <= 16:
         tokens = max(product.tokens, _FEWEST_TOKENS)
         pairs = [(64, 4), (64, 3), (128, 2), (64, 5), (128, 3)]
-        kinds = [(tokens, *pair, 1, True) for pair in pairs]
-        if _pays_in_pairs(product):
-            pairs = [(128, 2), (64, 4)] if product.is_gated else [(64, 3), (64, 4), (128, 2)]
-            kinds = [*((tokens, *pair, 2, True) for pair in pairs), *kinds[:3]]
-        kinds.append((tokens, 64, 3, 1, False))
+        kinds = [(tokens, *pair, True) for pair in pairs]
+        kinds.append((tokens, 64, 3, False))
     elif product.tokens <= 128:
         pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
-        kinds = [(product.tokens, *pair, 1, False) for pair in pairs]
+        kinds = [(product.tokens, *pair, False) for pair in pairs]
     else:
-        kinds = [(128, 64, 2, 1, False), (256, 128, 1, 1, False)]
+        kinds = [(128, 64, 2, False), (256, 128, 1, False)]
     found: list[Tiles] = []
-    for tokens, rows, per_sm, blocks, by_warp in kinds:
+    for tokens, rows, per_sm, by_warp in kinds:
         registers = _REGISTERS // (32 * (rows // 16 + 4) * per_sm)
         if registers < tokens // 2 + _LEAST_REGISTERS:
             continue  # the compiler would fail
-        tiles = _fitting(product, tokens, rows, per_sm, blocks)
+        tiles = _fitting(product, tokens, rows, per_sm)
         if tiles is not None:
             tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
             if tiles not in found:
                 found.append(tiles)
     return found
-
-
-def _pays_in_pairs(product: Product) -> bool:
-    """Whether stages of two blocks may be faster: 128 bytes of each row of W in place of 64."""
-    has_pairs = product.size % (2 * BLOCK) == 0
-    return product.format == INT4 and has_pairs and product.tokens <= _FEWEST_TOKENS
 
 
 def _persistent_candidates(product: Product) -> list[Tiles]:
@@ -262,35 +260,28 @@ class Division:
         return whole * num_blocks + (self.per_program if self.num_shared else 0)
 
 
-def _fitting(
-    product: Product, tokens: int, rows: int, per_sm: int, blocks: int = 1
-) -> Tiles | None:
-    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit.
-
-    blocks: in a stage.
-    """
+def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
+    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
     halves = 2 if product.is_gated else 1
     num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
-    num_steps = triton.cdiv(product.size, BLOCK * blocks)
-    splits = _splits(product.tokens, num_tiles, num_steps, per_sm, blocks)
-    per_split = triton.cdiv(num_steps, splits)
-    groups = staged_groups(product.size, product.group, splits, blocks)
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
+    per_split = triton.cdiv(num_blocks, splits)
+    groups = staged_groups(product.size, product.group, splits)
     staged = (6 if product.has_zeros else 4) * groups * rows
-    stage = blocks * (row_bytes(product.format) * rows + 2 * BLOCK * tokens)
+    stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
     stages = max(stages, 1)
-    return Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1, blocks=blocks)
+    return Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1)
 
 
-def _splits(
-    num_tokens: int, num_tiles: int, num_steps: int, per_sm: int = 1, blocks: int = 1
-) -> int:
-    """Splits of K that fill the SMs with so many programs each; blocks: of a step."""
+def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -> int:
+    """Splits of K that fill the SMs with so many programs each."""
     most = _MAX_SPLITS if num_tokens <= 256 else 1  # partial sums of many tokens are large
-    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_steps * blocks // 4))
-    filled: int = triton.cdiv(num_steps, triton.cdiv(num_steps, splits))  # none of them empty
+    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    filled: int = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
     return filled
 
 
@@ -334,6 +325,51 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
     per_sm = 2 if product.size > _LONG_ROW else 1
     splits = 1 if product.is_gated else _splits(product.tokens, num_tiles, num_blocks, per_sm)
     return linear_table.Tiles(tokens, 64, columns, stages, splits=splits, per_sm=2, early=True)
+
+
+def _packed_choices(product: Product) -> list[PackedTiles]:
+    """Of linear_hopper_packed.py's kernel. What is fastest alone is not in a layer, so there is no
+    choice to measure (docs/experiments.md).
+
+    With more tokens, fewer programs have room for their sums in registers.
+    """
+    tokens = max(product.tokens, _FEWEST_TOKENS)
+    num_tiles = triton.cdiv(product.num_rows, CHUNK_ROWS) * triton.cdiv(product.tokens, tokens)
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    per_sm = 2 if tokens <= 16 else 1
+    if product.is_gated:
+        splits = _splits(product.tokens, num_tiles, num_blocks)
+        return [packed_tiles(product, warpgroups=2, splits=splits, per_sm=per_sm)]
+    if num_tiles > _NUM_SMS:
+        return [packed_tiles(product, per_sm=2)]
+    if num_tiles > _NUM_SMS // 2:
+        return [packed_tiles(product, ways=2, per_sm=per_sm)]
+    per_sm = 3 if tokens <= 8 else 2
+    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
+    return [packed_tiles(product, splits=splits, per_sm=per_sm)]
+
+
+def packed_tiles(
+    product: Product,
+    *,
+    warpgroups: int = 1,
+    ways: int = 1,
+    splits: int = 1,
+    per_sm: int = 1,
+) -> PackedTiles:
+    """With as many stages as fit."""
+    tokens = max(product.tokens, _FEWEST_TOKENS)
+    rows = CHUNK_ROWS * warpgroups
+    of_group = rows * (4 if product.has_zeros else 2)
+    of_block = row_bytes(product.format) * rows + 2 * BLOCK * tokens + of_group + 8 * tokens
+    of_second = 4 * rows * tokens if ways > 1 else 0
+    room = _SHARED_MEMORY // per_sm - 2048 - of_second
+    num_steps = triton.cdiv(product.size, BLOCK * linear_hopper_packed.BLOCKS)
+    per_split = triton.cdiv(num_steps, splits)
+    splits = triton.cdiv(num_steps, per_split)  # none of them empty
+    stages = min(room // (linear_hopper_packed.BLOCKS * of_block), _MAX_STAGES, per_split)
+    stages = max(1, stages // ways) * ways
+    return PackedTiles(tokens, warpgroups, stages, ways, splits, per_sm, per_sm > 1)
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:

@@ -15,7 +15,9 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
 BLOCK = 128  # inputs of a tile
+CHUNK_ROWS = 64  # of a block of integers of 4 bits that lie side by side
 FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
+_CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 
 
 def row_bytes(format: int) -> int:
@@ -23,15 +25,11 @@ def row_bytes(format: int) -> int:
     return BLOCK if format == FLOAT8 else BLOCK // (2 if format == INT4 else 1)
 
 
-def staged_groups(size: int, group: int, splits: int, blocks: int = 1) -> int:
-    """How many groups a split of `size` inputs may have, rounded up to a power of 2.
-
-    blocks: of BLOCK inputs, that splits do not cut.
-    """
+def staged_groups(size: int, group: int, splits: int) -> int:
+    """How many groups a split of `size` inputs may have, rounded up to a power of 2."""
     if not group:
         return 1
-    width = blocks * BLOCK
-    num_inputs = triton.cdiv(triton.cdiv(size, width), splits) * width
+    num_inputs = triton.cdiv(triton.cdiv(size, BLOCK), splits) * BLOCK
     groups = triton.cdiv(num_inputs, group) + (group > BLOCK)
     return power_of_2(groups)
 
@@ -41,7 +39,7 @@ class StoredWeight:
     """A quantized W [out_features, in_features] as the kernel takes it."""
 
     shape: tuple[int, int]
-    weight: Tensor  # float8 [out_features, in_features], or int32 words (pack_integers)
+    weight: Tensor  # float8 [out_features, in_features], or int32 words (see pack_integers)
     format: int
     scales: Tensor
     stride_row: int
@@ -57,9 +55,14 @@ class StoredWeight:
         """See `row_bytes`."""
         return row_bytes(self.format)
 
-    def staged_groups(self, splits: int, blocks: int) -> int:
+    @property
+    def has_whole_gates(self) -> bool:
+        """Whether both halves of the rows begin with a chunk, if they lie in chunks."""
+        return self.format != INT4 or self.shape[0] % (2 * CHUNK_ROWS) == 0
+
+    def staged_groups(self, splits: int) -> int:
         """See `staged_groups`."""
-        return staged_groups(self.shape[1], self.group, splits, blocks)
+        return staged_groups(self.shape[1], self.group, splits)
 
     @property
     def row_scales(self) -> Tensor:
@@ -116,10 +119,12 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
         bits: 4 or 8. Integers of 8 bits are stored minus 128.
 
     Returns:
-        int32 [out_features, in_features / 128 * 4 * bits], in_features rounded up. A block of 128
-        inputs are `32 / bits` planes of `4 * bits` inputs. Words 2 i and 2 i + 1 hold the planes'
-        inputs 2 i in their low halves and 2 i + 1 in their high halves: the first half of the
-        planes in the first word, lowest bits first, the others in the second word.
+        Of 8 bits int32 [out_features, in_features / 128 * 32], in_features rounded up. A block of
+        128 inputs are `32 / bits` planes of `4 * bits` inputs. Words 2 i and 2 i + 1 hold the
+        planes' inputs 2 i in their low halves and 2 i + 1 in their high halves: the first half of
+        the planes in the first word, lowest bits first, the others in the second word.
+        Of 4 bits int32 [out_features / 64, in_features / 128, 64, 16], both rounded up: a block of
+        CHUNK_ROWS rows is contiguous, as tiles of products are fetched.
     """
     num_planes, width = 32 // bits, 4 * bits
     if bits == 8:
@@ -132,7 +137,11 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
     for plane in range(num_planes // 2):
         words |= planes[..., plane].to(torch.int32) << (bits * plane)
     low, high = words.unbind(-1)  # of [rows, blocks, pair, word, place]
-    return (low | (high << 16)).reshape(rows, -1).contiguous()
+    packed = (low | (high << 16)).reshape(rows, -1).contiguous()
+    if bits == 8:
+        return packed
+    chunks = F.pad(packed, (0, 0, 0, -rows % CHUNK_ROWS)).view(-1, CHUNK_ROWS, packed.shape[1])
+    return chunks.view(*chunks.shape[:2], -1, width).transpose(1, 2).contiguous()
 
 
 @triton.jit
@@ -187,7 +196,11 @@ def _dequantize_int_kernel(
     block = tl.program_id(1)
     inner = tl.arange(0, 4 * BITS)
     wait_previous(PDL)
-    sources = words + (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS)
+    first = rows.to(tl.int64) * num_blocks + block
+    if BITS == 4:
+        chunk = (rows // _CHUNK_ROWS).to(tl.int64) * num_blocks + block
+        first = chunk * _CHUNK_ROWS + rows % _CHUNK_ROWS
+    sources = words + first[:, None] * (4 * BITS)
     stored = tl.load(sources + inner[None, :], mask=is_row[:, None], other=0)
     first, second = tl.split(tl.reshape(stored, [ROWS, 2 * BITS, 2]))
     if BITS == 4:
