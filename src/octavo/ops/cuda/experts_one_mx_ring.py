@@ -648,5 +648,5 @@ def experts_one_ring_kernel(
             ),
         ],
         [1, 1],
-        [24, 48],
+        [24, 24],
     )
