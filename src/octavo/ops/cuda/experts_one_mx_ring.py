@@ -33,6 +33,7 @@ from octavo.ops.cuda.experts_one_mx import _regrouped, _to_float16
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
 EMPTY = tl.constexpr(-2147483648)  # of two float16, zero and minus zero
@@ -109,6 +110,7 @@ def mix_one_mx_ring(
         PARTS=_PARTS,
         TOP_K=top_k,
         EPILOGUE=int(up.epilogue),
+        BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # below 64
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         **launch_options(x.device),
@@ -266,6 +268,7 @@ def _multiply(
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
     TOP_K: gl.constexpr,
+    BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
@@ -273,13 +276,13 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
     )
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, k_width=2)
     ready = buffers[2]
     STAGES: gl.constexpr = ready.shape[0]
     PARTS: gl.constexpr = board[1].shape[0]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    rights, scale = _in_float16(_own_inputs(x, size, UP_ROUNDS, RIGHT), RIGHT)
+    values, scale = _in_float16(_load_inputs(x, size, UP_ROUNDS), SUMS)
+    rights = _as_operands(values, SUMS)
     num_gates = TOP_K * up_octets
     turn = gl.to_tensor(0)
     for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
@@ -305,45 +308,60 @@ def _multiply(
         while lowest == EMPTY:
             found = _load_gates(own_places, words_each, DOWN_ROUNDS)
             lowest = _lowest(found)
-        own_rights = _as_operands(found, RIGHT)
+        if BOUNDED:
+            own_rights = _as_operands(_pairs(found, gl.float16), SUMS)
+            own_scale = 1.0 / _BOUND
+        else:
+            own_values, own_scale = _in_float16(_pairs(found, gl.bfloat16), SUMS)
+            own_rights = _as_operands(own_values, SUMS)
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
         sums = _unit_sums(buffers, stage, is_second, own_rights, SUMS, DOWN_ROUNDS)
-        _leave(sums, 1.0 / _BOUND, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
+        _leave(sums, own_scale, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
         turn += 1
 
 
 @gluon.jit
-def _own_inputs(x, size, ROUNDS: gl.constexpr, RIGHT: gl.constexpr):
-    """The right operands of each warp's blocks: x [size] in float16, divided by a power of two,
-    which is the second result."""
+def _load_inputs(x, size, ROUNDS: gl.constexpr):
+    """Of x [size] what the operands of each warp's blocks are made of."""
     WARPS: gl.constexpr = gl.num_warps()
     LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
     inner = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
     columns = blocks[:, None, None] * _BLOCK + inner[None, None, :]
     columns = columns + gl.zeros([WARPS, _TOKENS, 16], gl.int32, LOADED)
-    given = ()
+    found = ()
     for i in gl.static_range(ROUNDS):
         for k in gl.static_range(_BLOCK // 16):
             own = i * (WARPS * _BLOCK) + k * 16 + columns
-            given += (gl.load(x + own, mask=own < size, other=0.0),)  # type: ignore[assignment]
-    return given
+            found += (gl.load(x + own, mask=own < size, other=0.0),)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
-def _in_float16(given, RIGHT: gl.constexpr):
-    largest = gl.abs(given[0].to(gl.float32))
-    for i in gl.static_range(1, len(given)):
-        largest = gl.maximum(largest, gl.abs(given[i].to(gl.float32)))
-    most = gl.max(gl.max(gl.max(largest, 2), 1), 0)
+def _in_float16(values, LAYOUT: gl.constexpr):
+    """bfloat16 in float16, divided by a power of two in each warp, which is the second result."""
+    largest = gl.abs(values[0].to(gl.float32))
+    for i in gl.static_range(1, len(values)):
+        largest = gl.maximum(largest, gl.abs(values[i].to(gl.float32)))
+    most = gl.max(gl.max(largest, 2), 1)
     exponent = gl.floor(gl.log2(gl.maximum(most, 1e-30))) - 14
-    factor = gl.exp2(-exponent)
+    factor = gl.exp2(-exponent)[:, None, None]
+    found = ()
+    for i in gl.static_range(len(values)):
+        found += ((values[i].to(gl.float32) * factor).to(gl.float16),)  # type: ignore[assignment]
+    BY_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    return found, gl.convert_layout(gl.exp2(exponent), BY_WARP)[:, None, None]
+
+
+@gluon.jit
+def _as_operands(values, LAYOUT: gl.constexpr):
+    """[WARPS, 8, 16] each as right operands, in an order of `_to_float16`."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
     rights = ()
-    for i in gl.static_range(len(given)):
-        values = _regrouped((given[i].to(gl.float32) * factor).to(gl.float16))
-        right = gl.convert_layout(values.permute((0, 2, 1)), RIGHT, assert_trivial=True)
-        rights += (right,)  # type: ignore[assignment]
-    return rights, gl.exp2(exponent)
+    for i in gl.static_range(len(values)):
+        own = _regrouped(values[i]).permute((0, 2, 1))
+        rights += (gl.convert_layout(own, RIGHT, assert_trivial=True),)  # type: ignore[assignment]
+    return rights
 
 
 @gluon.jit
@@ -373,23 +391,24 @@ def _lowest(given):
 
 
 @gluon.jit
-def _as_operands(given, RIGHT: gl.constexpr):
-    """Pairs of float16 as right operands."""
+def _pairs(words, DTYPE: gl.constexpr):
+    """Words [WARPS, 8, 8] of two numbers each as numbers [WARPS, 8, 16]."""
     WARPS: gl.constexpr = gl.num_warps()
-    rights = ()
-    for i in gl.static_range(len(given)):
-        pairs = gl.inline_asm_elementwise(
+    found = ()
+    for i in gl.static_range(len(words)):
+        first, second = gl.inline_asm_elementwise(
             "mov.b32 $0, $2; mov.b32 $1, $3;",
             "=r,=r,r,r",
-            [given[i]],
+            [words[i]],
             dtype=(gl.float16, gl.float16),
             is_pure=True,
             pack=2,
         )
-        values = gl.join(pairs[0], pairs[1]).permute((0, 1, 3, 2)).reshape([WARPS, _TOKENS, 16])
-        right = gl.convert_layout(values.permute((0, 2, 1)), RIGHT, assert_trivial=True)
-        rights += (right,)  # type: ignore[assignment]
-    return rights
+        # Of two words that follow each other, the first has the first two numbers of four.
+        values = gl.join(first, second).reshape([WARPS, _TOKENS, 4, 2, 2])
+        values = values.permute((0, 1, 2, 4, 3)).reshape([WARPS, _TOKENS, 16])
+        found += (values.to(DTYPE, bitcast=True),)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -469,6 +488,7 @@ def _finish(
     down,
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that makes results of sums, and stores them: a single warp."""
@@ -496,9 +516,9 @@ def _finish(
         first, second = _added(board, turn)
         gates = gl.convert_layout(first, OUT) * factor + shift
         ups = gl.convert_layout(second, OUT) * second_factor + second_shift
-        result = _activate_gated(gates, ups, EPILOGUE) * _BOUND
-        result = gl.where(row + in_octet < up_first, result, 0.0)
-        bits = result.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        result = gl.where(row + in_octet < up_first, _activate_gated(gates, ups, EPILOGUE), 0.0)
+        narrow = (result * _BOUND).to(gl.float16) if BOUNDED else result.to(gl.bfloat16)
+        bits = narrow.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
         low, high = gl.split(bits.reshape([_ROWS // 2, 2]))
         both = low | (high << 16)
         both = gl.where(both == EMPTY, 0, both)
@@ -555,6 +575,7 @@ def experts_one_ring_kernel(
     PARTS: gl.constexpr,
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """All of a token's experts, weighted, into out float32 [TOP_K, size].
@@ -613,6 +634,7 @@ def experts_one_ring_kernel(
                     UP_ROUNDS,
                     DOWN_ROUNDS,
                     TOP_K,
+                    BOUNDED,
                     PDL,
                 ),
             ),
@@ -643,6 +665,7 @@ def experts_one_ring_kernel(
                     (down_octets, down_rows, down_first),
                     TOP_K,
                     EPILOGUE,
+                    BOUNDED,
                     PDL,
                 ),
             ),
