@@ -98,8 +98,7 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        assert dtype == self.dtype
-        return Shared(self.values.view(shape))
+        return Shared(self.values.view(dtype).view(shape))
 
     _reinterpret = reinterpret
 

@@ -24,46 +24,51 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from octavo.ops.cuda.expert_tables import ROWS, ExpertProjection, ExpertTables
+from octavo.ops.cuda.expert_tables import ROWS, TO_FLOAT8, ExpertProjection, ExpertTables
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.experts_one_mx import _regrouped, _to_float16
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
-EMPTY = tl.constexpr(-2147483648)  # of two float16, zero and minus zero
+EMPTY = tl.constexpr(-2147483648)  # minus zero and zeros
 _BLOCK = tl.constexpr(BLOCK)
-_TOKENS = tl.constexpr(8)  # columns of the right operand
 _OCTET = 8  # rows of each matrix in a unit
 _ROWS = tl.constexpr(_OCTET)
 _TILE_OCTETS = tl.constexpr(ROWS // _OCTET)
 _WARPS = 8
-_MOST_ROUNDS = 3  # blocks of a warp, whose inputs are in registers
+_COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand: two numbers for each warp
 _PROGRAMS = 2  # on an SM
 _REGISTERS = 80  # of a thread, before partitions get what they need
 _STAGES = 3
 _PARTS = 2  # units whose sums wait for being stored
-_BOUND = tl.constexpr(512.0)  # what results below 64 are multiplied by to be float16
+_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
+_BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
 class Exchange(NamedTuple):
     """Through which gates come to the down projections."""
 
-    places: Tensor  # int32 [2, top_k, octets * 4]: two float16 each
+    places: Tensor  # int32 [2, top_k, blocks * 64]: two numbers of 16 bits, or four of 8, each
     tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
 
 
 @cache
-def _exchange(device: torch.device, top_k: int, octets: int, num_programs: int) -> Exchange:
+def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) -> Exchange:
     """For one stream, and launches with as many programs."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    places = torch.full((2, top_k, octets * 4), EMPTY.value, dtype=torch.int32, device=device)
+    places = torch.full((2, top_k, blocks * BLOCK // 2), EMPTY.value, dtype=torch.int32, device=device)
     return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
 
 
@@ -81,12 +86,11 @@ def mix_one_mx_ring(
     out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
     up_octets = triton.cdiv(up.tables.num_first, _OCTET)
     down_octets = triton.cdiv(down.tables.num_first, _OCTET)
-    blocks = power_of_2(max(up.tables.num_blocks, down.tables.num_blocks, _WARPS))
-    exchange = _exchange(x.device, top_k, up_octets, num_programs)
+    exchange = _exchange(x.device, top_k, down.tables.num_blocks, num_programs)
     experts_one_ring_kernel[(num_programs,)](
         x,
-        *_descriptors(up.tables, blocks),
-        *_descriptors(down.tables, blocks),
+        *_descriptors(up.tables),
+        *_descriptors(down.tables),
         up.tables.factors,
         down.tables.factors,
         up.bias,
@@ -118,8 +122,8 @@ def mix_one_mx_ring(
     return out
 
 
-def _descriptors(tables: ExpertTables, most_blocks: int) -> tuple[object, object]:
-    """For TMA: what all blocks have of eight rows of both matrices, and the shifts of 16."""
+def _descriptors(tables: ExpertTables) -> tuple[object, object]:
+    """For TMA: what eight blocks have of eight rows of both matrices, and the shifts of 16."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     blocks = tables.num_blocks
@@ -127,8 +131,8 @@ def _descriptors(tables: ExpertTables, most_blocks: int) -> tuple[object, object
     shifts = tables.shifts.view(-1, blocks, ROWS // 16, 32)
     layouts = (gl.NVMMASharedLayout(each, 32, rank=4) for each in (128, 0))
     return (
-        TensorDescriptor.from_tensor(words, [1, most_blocks, _OCTET, 32], next(layouts)),
-        TensorDescriptor.from_tensor(shifts, [1, most_blocks, 1, 32], next(layouts)),
+        TensorDescriptor.from_tensor(words, [1, _WARPS, _OCTET, 32], next(layouts)),
+        TensorDescriptor.from_tensor(shifts, [1, _WARPS, 1, 32], next(layouts)),
     )
 
 
@@ -151,21 +155,45 @@ def _place_of(unit, experts, octets, num_tiles):
 
 
 @gluon.jit
-def _fetch(words, shifts, tile, octet, buffers, stage):
+def _fetch(
+    words,
+    shifts,
+    tile,
+    octet,
+    buffers,
+    stage,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
     """Have a unit's words and shifts on their way to a stage."""
     tiles, shift_tiles, ready, _free = buffers
-    mbarrier.expect(ready.index(stage), words.block_type.nbytes + shifts.block_type.nbytes)
-    _fetch_tile(words, [tile, 0, octet * _ROWS, 0], ready.index(stage), tiles.index(stage))
-    _fetch_tile(shifts, [tile, 0, octet // 2, 0], ready.index(stage), shift_tiles.index(stage))
+    WARPS: gl.constexpr = words.block_type.shape[1]
+    BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
+    bar = ready.index(stage)
+    mbarrier.expect(bar, ROUNDS * BYTES)
+    for i in gl.static_range(ROUNDS):
+        place = stage * SLOTS + i
+        _fetch_tile(words, [tile, i * WARPS, octet * _ROWS, 0], bar, tiles.index(place))
+        _fetch_tile(shifts, [tile, i * WARPS, octet // 2, 0], bar, shift_tiles.index(place))
 
 
 @gluon.jit
-def _fetch_units(ids, up, down, buffers, TOP_K: gl.constexpr, PDL: gl.constexpr):
+def _fetch_units(
+    ids,
+    up,
+    down,
+    buffers,
+    UP_ROUNDS: gl.constexpr,
+    DOWN_ROUNDS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """The partition that loads weights."""
     up_words, up_shifts, up_octets, up_tiles = up
     down_words, down_shifts, down_octets, down_tiles = down
     free = buffers[3]
     STAGES: gl.constexpr = free.shape[0]
+    SLOTS: gl.constexpr = buffers[0].shape[0] // STAGES
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _load_ids(ids, TOP_K)
@@ -174,13 +202,15 @@ def _fetch_units(ids, up, down, buffers, TOP_K: gl.constexpr, PDL: gl.constexpr)
     for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
         tile, octet, _slot = _place_of(unit, experts, up_octets, up_tiles)
         mbarrier.wait(free.index(turn % STAGES), (turn // STAGES + 1) & 1)
-        _fetch(up_words, up_shifts, tile, octet, buffers, turn % STAGES)
+        stage = turn % STAGES
+        _fetch(up_words, up_shifts, tile, octet, buffers, stage, UP_ROUNDS, SLOTS)
         turn += 1
     first = _first_down(num_gates)
     for unit in range(first, TOP_K * down_octets, gl.num_programs(0)):
         tile, octet, _slot = _place_of(unit, experts, down_octets, down_tiles)
         mbarrier.wait(free.index(turn % STAGES), (turn // STAGES + 1) & 1)
-        _fetch(down_words, down_shifts, tile, octet, buffers, turn % STAGES)
+        stage = turn % STAGES
+        _fetch(down_words, down_shifts, tile, octet, buffers, stage, DOWN_ROUNDS, SLOTS)
         turn += 1
 
 
@@ -200,13 +230,43 @@ def _first_down(num_gates):
 
 
 @gluon.jit
+def _in_two(values):
+    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
+    large = bits.to(gl.float32, bitcast=True)
+    high = (values + large) - large
+    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
+
+
+@gluon.jit
+def _to_float8(words, shifts, LAYOUT: gl.constexpr):
+    WORDS: gl.constexpr = words.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
+    none = gl.zeros(words.shape, gl.int32, WORDS)
+    parts = gl.inline_asm_elementwise(
+        TO_FLOAT8,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, none + shifts[:, None]],
+        dtype=(gl.float8e4nv,) * 8,
+        is_pure=True,
+        pack=4,
+    )
+    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
+    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
+    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
+    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
 def _unit_sums(
-    buffers, stage, is_second, rights, LAYOUT: gl.constexpr, ROUNDS: gl.constexpr
+    buffers, x_tiles, stage, is_second, LAYOUT: gl.constexpr, ROUNDS: gl.constexpr
 ):
-    """The sums of a unit in each warp, [WARPS, 16, 8]: of 8 rows of both matrices."""
-    tiles, shift_tiles, _ready, _free = buffers
+    """The sums of a unit in each warp, [WARPS, 16, 4], of which one of four is not zero: of 8 rows
+    of both matrices."""
+    tiles, shift_tiles, ready, _free = buffers
     WARPS: gl.constexpr = gl.num_warps()
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    SLOTS: gl.constexpr = tiles.shape[0] // ready.shape[0]
     OF_WARPS: gl.constexpr = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 16]],
@@ -222,34 +282,30 @@ def _unit_sums(
         [],
         [1, WARPS, 1, 32],
     )
-    acc = gl.zeros([WARPS, 16, _TOKENS], gl.float32, LAYOUT)
-    other = acc
+    acc = gl.zeros([16 * WARPS, _COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(ROUNDS):
-        own_tiles = tiles.index(stage).slice(i * WARPS, WARPS, 1)
-        words = own_tiles.load(LOADED).reshape([WARPS, 8, 2, 16])
-        words = words.permute((0, 2, 1, 3)).reshape([WARPS, 16, 16])
-        shifts = shift_tiles.index(stage).slice(i * WARPS, WARPS, 1).load(SHIFTS)
-        first, second = gl.split((shifts >> 1).reshape([WARPS, 8, 2, 2]))
-        own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([WARPS, 16])
-        own = gl.convert_layout(own, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
-        lefts = _to_float16(words, own)
-        for k in gl.static_range(_BLOCK // 32):
-            left = gl.convert_layout(lefts[2 * k], LEFT, assert_trivial=True)
-            acc = mma_v2(left, rights[i * (_BLOCK // 16) + 2 * k], acc)
-            left = gl.convert_layout(lefts[2 * k + 1], LEFT, assert_trivial=True)
-            other = mma_v2(left, rights[i * (_BLOCK // 16) + 2 * k + 1], other)
-    return acc + other
+        words = tiles.index(stage * SLOTS + i).load(LOADED).reshape([WARPS, 8, 2, 16])
+        words = words.permute((0, 2, 1, 3)).reshape([16 * WARPS, 16])
+        shifts = shift_tiles.index(stage * SLOTS + i).load(SHIFTS)
+        first, second = gl.split(shifts.reshape([WARPS, 8, 2, 2]))
+        own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([16 * WARPS])
+        own = gl.convert_layout(own, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+        values = _to_float8(words, own, LAYOUT)
+        acc = warpgroup_mma(values, x_tiles.index(i).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    own = gl.where(row[:, None] // 16 == column[None, :] // 2, acc, 0.0)
+    high, low = gl.split(own.reshape([WARPS, 16, WARPS // 4, 4, 2]))
+    return gl.sum(high + low * (1.0 / _LOW), 2)
 
 
 @gluon.jit
-def _leave(sums, factor, buffers, board, stage, slot, phase):
+def _leave(sums, scale, buffers, board, stage, slot, phase):
     """Give a unit's sums to the partition that stores results, and its stage back."""
     parts, given, taken = board
-    WARPS: gl.constexpr = gl.num_warps()
-    # All columns are the same.
-    own, _ = gl.split((sums * factor).reshape([WARPS, 16, 4, 2]))
     mbarrier.wait(taken.index(slot), phase)
-    parts.index(slot).store(own)
+    parts.index(slot).store(sums * scale)
     _barrier()
     mbarrier.arrive(buffers[3].index(stage), count=1)
     mbarrier.arrive(given.index(slot), count=1)
@@ -261,6 +317,7 @@ def _multiply(
     size,
     places,
     buffers,
+    x_tiles,
     board,
     launch,
     up_octets,
@@ -274,15 +331,20 @@ def _multiply(
     """The partition that multiplies."""
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
     )
     ready = buffers[2]
     STAGES: gl.constexpr = ready.shape[0]
     PARTS: gl.constexpr = board[1].shape[0]
+    SHAPE: gl.constexpr = [x_tiles.shape[0], _COLUMNS, _BLOCK // 4]
+    AS_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    if _IS_PUBLIC:
+        x_words = x_tiles.reinterpret(gl.int32, SHAPE, AS_WORDS)
+    else:
+        x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    values, scale = _in_float16(_load_inputs(x, size, UP_ROUNDS), SUMS)
-    rights = _as_operands(values, SUMS)
+    scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
     num_gates = TOP_K * up_octets
     turn = gl.to_tensor(0)
     for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
@@ -290,124 +352,121 @@ def _multiply(
         slot = turn % PARTS
         is_second = unit % up_octets % 2 == 1
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        sums = _unit_sums(buffers, stage, is_second, rights, SUMS, UP_ROUNDS)
-        _leave(sums, scale, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
+        sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, UP_ROUNDS)
+        _leave(sums, _by_warp(scale, sums), buffers, board, stage, slot, (turn // PARTS + 1) & 1)
         turn += 1
     numbers, told = launch
     mbarrier.wait(told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    words_each = up_octets * (_ROWS // 2)
+    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     places = places + gl.max(numbers.load(ONE), 0) * (TOP_K * words_each)
     for unit in range(_first_down(num_gates), TOP_K * down_octets, gl.num_programs(0)):
         stage = turn % STAGES
         slot = turn % PARTS
         own_places = places + unit // down_octets * words_each
         is_second = unit % down_octets % 2 == 1
-        found = _load_gates(own_places, words_each, DOWN_ROUNDS)
+        found = _load_gates(own_places, up_octets * _ROWS, DOWN_ROUNDS, BOUNDED)
         lowest = _lowest(found)
         while lowest == EMPTY:
-            found = _load_gates(own_places, words_each, DOWN_ROUNDS)
+            found = _load_gates(own_places, up_octets * _ROWS, DOWN_ROUNDS, BOUNDED)
             lowest = _lowest(found)
         if BOUNDED:
-            own_rights = _as_operands(_pairs(found, gl.float16), SUMS)
-            own_scale = 1.0 / _BOUND
+            for i in gl.static_range(DOWN_ROUNDS):
+                x_words.index(i).store(found[i])
+            fence_async_shared()
+            _barrier()
         else:
-            own_values, own_scale = _in_float16(_pairs(found, gl.bfloat16), SUMS)
-            own_rights = _as_operands(own_values, SUMS)
+            scale = _store_in_two(_pairs(found), x_tiles)
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        sums = _unit_sums(buffers, stage, is_second, own_rights, SUMS, DOWN_ROUNDS)
+        sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, DOWN_ROUNDS)
+        own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(scale, sums)
         _leave(sums, own_scale, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
         turn += 1
 
 
 @gluon.jit
+def _by_warp(values, like):
+    """Values of warps for a tensor [WARPS, 16, 4]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+    return gl.convert_layout(values, LAYOUT)[:, None, None]
+
+
+@gluon.jit
 def _load_inputs(x, size, ROUNDS: gl.constexpr):
-    """Of x [size] what the operands of each warp's blocks are made of."""
+    """x [size] as ROUNDS times [WARPS, BLOCK]."""
     WARPS: gl.constexpr = gl.num_warps()
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
-    inner = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
-    columns = blocks[:, None, None] * _BLOCK + inner[None, None, :]
-    columns = columns + gl.zeros([WARPS, _TOKENS, 16], gl.int32, LOADED)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LOADED))
+    inner = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LOADED))
+    columns = blocks[:, None] * _BLOCK + inner[None, :]
     found = ()
     for i in gl.static_range(ROUNDS):
-        for k in gl.static_range(_BLOCK // 16):
-            own = i * (WARPS * _BLOCK) + k * 16 + columns
-            found += (gl.load(x + own, mask=own < size, other=0.0),)  # type: ignore[assignment]
+        own = i * (WARPS * _BLOCK) + columns
+        found += (gl.load(x + own, mask=own < size, other=0.0),)  # type: ignore[assignment]
     return found
 
 
 @gluon.jit
-def _in_float16(values, LAYOUT: gl.constexpr):
-    """bfloat16 in float16, divided by a power of two in each warp, which is the second result."""
+def _store_in_two(values, x_tiles):
+    """Write [WARPS, BLOCK] each as two e4m3 numbers, times a power of two for each warp; what sums
+    are to be multiplied by, [WARPS]."""
     largest = gl.abs(values[0].to(gl.float32))
     for i in gl.static_range(1, len(values)):
         largest = gl.maximum(largest, gl.abs(values[i].to(gl.float32)))
-    most = gl.max(gl.max(largest, 2), 1)
-    exponent = gl.floor(gl.log2(gl.maximum(most, 1e-30))) - 14
-    factor = gl.exp2(-exponent)[:, None, None]
+    factor, scale = scales_of_two(gl.max(largest, 1))
+    for i in gl.static_range(len(values)):
+        high, low = _in_two(values[i].to(gl.float32) * factor[:, None])
+        both = gl.join(high, low).permute((0, 2, 1)).reshape([_COLUMNS, _BLOCK])
+        x_tiles.index(i).store(both)
+    fence_async_shared()
+    _barrier()
+    return scale
+
+
+@gluon.jit
+def _load_gates(places, num_gates, ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
+    """A slot's places, as they are now: [2 WARPS, 32] of four e4m3 each, or [WARPS, 64] of pairs."""
+    WARPS: gl.constexpr = gl.num_warps()
+    EACH: gl.constexpr = 2 if BOUNDED else 1
+    WIDTH: gl.constexpr = _BLOCK // (2 * EACH)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [EACH, 32 // EACH], [WARPS, 1], [1, 0])
+    row = gl.arange(0, EACH * WARPS, layout=gl.SliceLayout(1, LOADED))
+    word = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOADED))
+    column = (row // EACH)[:, None] * _BLOCK + (word * (2 * EACH))[None, :]
+    place = row[:, None] * WIDTH + word[None, :]
     found = ()
-    for i in gl.static_range(len(values)):
-        found += ((values[i].to(gl.float32) * factor).to(gl.float16),)  # type: ignore[assignment]
-    BY_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    return found, gl.convert_layout(gl.exp2(exponent), BY_WARP)[:, None, None]
-
-
-@gluon.jit
-def _as_operands(values, LAYOUT: gl.constexpr):
-    """[WARPS, 8, 16] each as right operands, in an order of `_to_float16`."""
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
-    rights = ()
-    for i in gl.static_range(len(values)):
-        own = _regrouped(values[i]).permute((0, 2, 1))
-        rights += (gl.convert_layout(own, RIGHT, assert_trivial=True),)  # type: ignore[assignment]
-    return rights
-
-
-@gluon.jit
-def _load_gates(places, num_words, ROUNDS: gl.constexpr):
-    """A slot's places of each warp's blocks, as they are now."""
-    WARPS: gl.constexpr = gl.num_warps()
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
-    inner = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
-    columns = blocks[:, None, None] * (_BLOCK // 2) + inner[None, None, :]
-    columns = columns + gl.zeros([WARPS, _TOKENS, 8], gl.int32, LOADED)
-    given = ()
     for i in gl.static_range(ROUNDS):
-        for k in gl.static_range(_BLOCK // 16):
-            own = i * (WARPS * _BLOCK // 2) + k * 8 + columns
-            words = gl.load(places + own, mask=own < num_words, other=0, volatile=True)
-            given += (words,)  # type: ignore[assignment]
-    return given
+        own = places + i * (WARPS * _BLOCK // 2) + place
+        is_gate = i * (WARPS * _BLOCK) + column < num_gates
+        found += (gl.load(own, mask=is_gate, other=0, volatile=True),)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
-def _lowest(given):
-    lowest = given[0]
-    for i in gl.static_range(1, len(given)):
-        lowest = gl.minimum(lowest, given[i])
-    return gl.min(gl.min(gl.min(lowest, 2), 1), 0)
+def _lowest(found):
+    lowest = found[0]
+    for i in gl.static_range(1, len(found)):
+        lowest = gl.minimum(lowest, found[i])
+    return gl.min(gl.min(lowest, 1), 0)
 
 
 @gluon.jit
-def _pairs(words, DTYPE: gl.constexpr):
-    """Words [WARPS, 8, 8] of two numbers each as numbers [WARPS, 8, 16]."""
-    WARPS: gl.constexpr = gl.num_warps()
+def _pairs(words):
+    """Words [WARPS, 64] of two bfloat16 each as [WARPS, BLOCK]."""
     found = ()
     for i in gl.static_range(len(words)):
         first, second = gl.inline_asm_elementwise(
             "mov.b32 $0, $2; mov.b32 $1, $3;",
             "=r,=r,r,r",
             [words[i]],
-            dtype=(gl.float16, gl.float16),
+            dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
             pack=2,
         )
         # Of two words that follow each other, the first has the first two numbers of four.
-        values = gl.join(first, second).reshape([WARPS, _TOKENS, 4, 2, 2])
-        values = values.permute((0, 1, 2, 4, 3)).reshape([WARPS, _TOKENS, 16])
-        found += (values.to(DTYPE, bitcast=True),)  # type: ignore[assignment]
+        values = gl.join(first, second).reshape([words[i].shape[0], _BLOCK // 4, 2, 2])
+        values = values.permute((0, 1, 3, 2)).reshape([words[i].shape[0], _BLOCK])
+        found += (values,)  # type: ignore[assignment]
     return found
 
 
@@ -436,16 +495,16 @@ def _added(board, turn):
     mbarrier.wait(given.index(slot), (turn // PARTS) & 1)
     WARPS: gl.constexpr = parts.shape[1]
     ALL: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 8, 0]],
-        [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0], [4, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]],
         [],
         [],
-        [WARPS, 16, 1],
+        [WARPS, 16, 4],
     )
-    found = parts.index(slot).slice(0, 1, 2).load(ALL)
+    found = parts.index(slot).load(ALL)
     _barrier()
     mbarrier.arrive(taken.index(slot), count=1)
-    total = gl.sum(found.reshape([WARPS, 16]), 0).reshape([2, 8]).permute((1, 0))
+    total = gl.sum(gl.sum(found, 2), 0).reshape([2, 8]).permute((1, 0))
     return gl.split(total)
 
 
@@ -474,6 +533,37 @@ def _begin(places, tickets, launch, words_all):
 
 
 @gluon.jit
+def _announce(result, places, row, BOUNDED: gl.constexpr):
+    """Store 8 gates of a slot, from `row` on, to its places."""
+    # A thread has all numbers of a word.
+    WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    if BOUNDED:
+        high, low = _in_two(result * _BOUNDED)
+        own = places + row // _BLOCK * (_BLOCK // 2) + row % _BLOCK // 4
+        _store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
+        _store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
+    else:
+        bits = gl.convert_layout(result, WIDE).to(gl.bfloat16).to(gl.int16, bitcast=True)
+        first, second = gl.split((bits.to(gl.int32) & 0xFFFF).reshape([_ROWS // 2, 2]))
+        _store_words(first | (second << 16), places + row // 2)
+
+
+@gluon.jit
+def _words_of_octets(values):
+    """e4m3 [8] as int32 [2]."""
+    octets = values.to(gl.int8, bitcast=True).to(gl.int32) & 0xFF
+    first, second = gl.split(octets.reshape([2, 2, 2]))
+    first, second = gl.split(first | (second << 8))
+    return first | (second << 16)
+
+
+@gluon.jit
+def _store_words(words, places):
+    words = gl.where(words == EMPTY, 0, words)
+    gl.store(places + gl.arange(0, words.shape[0], layout=words.type.layout), words)
+
+
+@gluon.jit
 def _finish(
     factors,
     biases,
@@ -496,14 +586,13 @@ def _finish(
     up_bias, down_bias = biases
     up_octets, up_rows, up_first = up
     down_octets, down_rows, down_first = down
-    # A thread has both halves of a word of two gates.
-    OUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _load_ids(ids, TOP_K)
     num_gates = TOP_K * up_octets
     num_downs = TOP_K * down_octets
-    words_each = up_octets * (_ROWS // 2)
+    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     own_places = places + _begin(places, tickets, launch, TOP_K * words_each) * (TOP_K * words_each)
     turn = gl.to_tensor(0)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
@@ -517,13 +606,7 @@ def _finish(
         gates = gl.convert_layout(first, OUT) * factor + shift
         ups = gl.convert_layout(second, OUT) * second_factor + second_shift
         result = gl.where(row + in_octet < up_first, _activate_gated(gates, ups, EPILOGUE), 0.0)
-        narrow = (result * _BOUND).to(gl.float16) if BOUNDED else result.to(gl.bfloat16)
-        bits = narrow.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        low, high = gl.split(bits.reshape([_ROWS // 2, 2]))
-        both = low | (high << 16)
-        both = gl.where(both == EMPTY, 0, both)
-        target = unit * (_ROWS // 2) + gl.arange(0, _ROWS // 2, layout=both.type.layout)
-        gl.store(own_places + target, both)
+        _announce(result, own_places + unit // up_octets * words_each, row, BOUNDED)
         turn += 1
     for unit in range(_first_down(num_gates), num_downs, gl.num_programs(0)):
         slot = unit // down_octets
@@ -589,17 +672,19 @@ def experts_one_ring_kernel(
         PARTS: units whose sums wait for being stored.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    BLOCKS: gl.constexpr = up_words.block_type.shape[1]
+    ROUNDS: gl.constexpr = max(UP_ROUNDS, DOWN_ROUNDS)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     tiles = gl.allocate_shared_memory(
-        up_words.dtype, [STAGES, 1, BLOCKS, _ROWS, 32], up_words.layout
+        up_words.dtype, [STAGES * ROUNDS, 1, WARPS, _ROWS, 32], up_words.layout
     )
     shift_tiles = gl.allocate_shared_memory(
-        up_shifts.dtype, [STAGES, 1, BLOCKS, 1, 32], up_shifts.layout
+        up_shifts.dtype, [STAGES * ROUNDS, 1, WARPS, 1, 32], up_shifts.layout
     )
     parts = gl.allocate_shared_memory(gl.float32, [PARTS, WARPS, 16, 4], MEMORY)
     numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [ROUNDS, _COLUMNS, _BLOCK], X_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
@@ -627,6 +712,7 @@ def experts_one_ring_kernel(
                     size,
                     places,
                     buffers,
+                    x_tiles,
                     board,
                     launch,
                     up_octets,
@@ -645,6 +731,8 @@ def experts_one_ring_kernel(
                     (up_words, up_shifts, up_octets, up_tiles),
                     (down_words, down_shifts, down_octets, down_tiles),
                     buffers,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
                     TOP_K,
                     PDL,
                 ),
