@@ -48,10 +48,11 @@ _ROWS = tl.constexpr(_OCTET)
 _TILE_OCTETS = tl.constexpr(ROWS // _OCTET)
 _WARPS = 8
 _COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand: two numbers for each warp
-_PROGRAMS = 2  # on an SM
-_REGISTERS = 80  # of a thread, before partitions get what they need
-_STAGES = 3
-_PARTS = 2  # units whose sums wait for being stored
+_CONSUMERS = tl.constexpr(2)  # partitions that multiply
+_REGISTERS = 96  # of a thread, before partitions get what they need
+_CONSUMER_REGISTERS = tl.constexpr(112)
+_STAGES = 7
+_PARTS = 4  # units whose sums wait for being stored
 _LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
@@ -82,7 +83,7 @@ def mix_one_mx_ring(
     """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
     top_k = routed.ids.shape[1]
     if num_programs is None:
-        num_programs = _PROGRAMS * num_sms(x.device)
+        num_programs = num_sms(x.device)
     out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
     up_octets = triton.cdiv(up.tables.num_first, _OCTET)
     down_octets = triton.cdiv(down.tables.num_first, _OCTET)
@@ -326,9 +327,10 @@ def _multiply(
     DOWN_ROUNDS: gl.constexpr,
     TOP_K: gl.constexpr,
     BOUNDED: gl.constexpr,
+    CONSUMER: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that multiplies."""
+    """A partition that multiplies: every other unit."""
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
@@ -346,21 +348,24 @@ def _multiply(
         tl.extra.cuda.gdc_wait()
     scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
     num_gates = TOP_K * up_octets
-    turn = gl.to_tensor(0)
-    for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
+    turn = gl.to_tensor(CONSUMER)
+    num_programs = gl.num_programs(0)
+    first = gl.program_id(0) + CONSUMER * num_programs
+    for unit in range(first, num_gates, _CONSUMERS * num_programs):
         stage = turn % STAGES
         slot = turn % PARTS
         is_second = unit % up_octets % 2 == 1
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
         sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, UP_ROUNDS)
         _leave(sums, _by_warp(scale, sums), buffers, board, stage, slot, (turn // PARTS + 1) & 1)
-        turn += 1
+        turn += _CONSUMERS
     numbers, told = launch
     mbarrier.wait(told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     places = places + gl.max(numbers.load(ONE), 0) * (TOP_K * words_each)
-    for unit in range(_first_down(num_gates), TOP_K * down_octets, gl.num_programs(0)):
+    first = gl.program_id(0) + turn * num_programs - num_gates
+    for unit in range(first, TOP_K * down_octets, _CONSUMERS * num_programs):
         stage = turn % STAGES
         slot = turn % PARTS
         own_places = places + unit // down_octets * words_each
@@ -381,7 +386,7 @@ def _multiply(
         sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, DOWN_ROUNDS)
         own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(scale, sums)
         _leave(sums, own_scale, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
-        turn += 1
+        turn += _CONSUMERS
 
 
 @gluon.jit
@@ -684,7 +689,9 @@ def experts_one_ring_kernel(
     parts = gl.allocate_shared_memory(gl.float32, [PARTS, WARPS, 16, 4], MEMORY)
     numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [ROUNDS, _COLUMNS, _BLOCK], X_LAYOUT)
+    X_SHAPE: gl.constexpr = [ROUNDS, _COLUMNS, _BLOCK]
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, X_SHAPE, X_LAYOUT)
+    second_x_tiles = gl.allocate_shared_memory(gl.float8e4nv, X_SHAPE, X_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
@@ -721,6 +728,27 @@ def experts_one_ring_kernel(
                     DOWN_ROUNDS,
                     TOP_K,
                     BOUNDED,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    x,
+                    size,
+                    places,
+                    buffers,
+                    second_x_tiles,
+                    board,
+                    launch,
+                    up_octets,
+                    down_octets,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    TOP_K,
+                    BOUNDED,
+                    1,
                     PDL,
                 ),
             ),
@@ -758,6 +786,6 @@ def experts_one_ring_kernel(
                 ),
             ),
         ],
-        [1, 1],
-        [24, 24],
+        [8, 1, 1],
+        [112, 24, 24],
     )
