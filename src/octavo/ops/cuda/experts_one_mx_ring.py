@@ -50,8 +50,7 @@ _WARPS = 8
 _COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand: two numbers for each warp
 _CONSUMERS = tl.constexpr(2)  # partitions that multiply
 _REGISTERS = 96  # of a thread, before partitions get what they need
-_CONSUMER_REGISTERS = tl.constexpr(112)
-_STAGES = 7
+_STAGES = 4  # even: each belongs to one consumer
 _PARTS = 4  # units whose sums wait for being stored
 _LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
@@ -359,11 +358,8 @@ def _multiply(
         sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, UP_ROUNDS)
         _leave(sums, _by_warp(scale, sums), buffers, board, stage, slot, (turn // PARTS + 1) & 1)
         turn += _CONSUMERS
-    numbers, told = launch
-    mbarrier.wait(told.index(0), 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    places = places + gl.max(numbers.load(ONE), 0) * (TOP_K * words_each)
+    places = places + _own_buffer(launch) * (TOP_K * words_each)
     first = gl.program_id(0) + turn * num_programs - num_gates
     for unit in range(first, TOP_K * down_octets, _CONSUMERS * num_programs):
         stage = turn % STAGES
@@ -476,18 +472,24 @@ def _pairs(words):
 
 
 @gluon.jit
-def _load_rows(factors, bias, expert, first_row, num_rows, num_first, LAYOUT: gl.constexpr):
-    """Factors and biases of 8 rows of both matrices."""
-    rows = first_row + gl.arange(0, _ROWS, layout=LAYOUT)
+def _load_rows(source, unit, octets, num_rows, num_first, LAYOUT: gl.constexpr):
+    """Factors and biases of 8 rows of both matrices; of any, if there is no such unit.
+
+    Volatile: the compiler does not move loads behind what follows.
+    """
+    factors, bias, experts = source
+    unit = gl.minimum(unit, len(experts) * octets - 1)
+    expert = _expert_of(experts, unit // octets)
+    rows = unit % octets * _ROWS + gl.arange(0, _ROWS, layout=LAYOUT)
     own = expert.to(gl.int64) * num_rows + gl.minimum(rows, num_rows - 1)
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + rows, num_rows - 1)
-    factor = gl.load(factors + own)
-    second_factor = gl.load(factors + second)
+    factor = gl.load(factors + own, volatile=True)
+    second_factor = gl.load(factors + second, volatile=True)
     shift = gl.zeros([_ROWS], gl.float32, LAYOUT)
     second_shift = shift
     if bias is not None:
-        shift = gl.load(bias + own).to(gl.float32)
-        second_shift = gl.load(bias + second).to(gl.float32)
+        shift = gl.load(bias + own, volatile=True).to(gl.float32)
+        second_shift = gl.load(bias + second, volatile=True).to(gl.float32)
     return factor, second_factor, shift, second_shift
 
 
@@ -569,6 +571,43 @@ def _store_words(words, places):
 
 
 @gluon.jit
+def _own_buffer(launch):
+    """Which of both buffers the launch uses, once `_begin` has told it."""
+    numbers, told = launch
+    mbarrier.wait(told.index(0), 0)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.load(ONE), 0)
+
+
+@gluon.jit
+def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first):
+    """Have factors and biases of the first 32 of some units on their way to the L2 cache."""
+    unit = first + step * gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    unit = gl.minimum(unit, len(experts) * octets - 1)
+    row = unit % octets * _ROWS
+    expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
+    own = expert.to(gl.int64) * num_rows + row
+    second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
+    _prefetch(factors + own)
+    _prefetch(factors + second)
+    if bias is not None:
+        _prefetch(bias + own)
+        _prefetch(bias + second)
+
+
+@gluon.jit
+def _prefetch(places):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _finish(
     factors,
     biases,
@@ -584,9 +623,13 @@ def _finish(
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
+    CONSUMER: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that makes results of sums, and stores them: a single warp."""
+    """A partition that makes results of one consumer's sums, and stores them: a single warp.
+
+    What it needs of a unit's rows is asked for one unit ahead.
+    """
     up_factors, down_factors = factors
     up_bias, down_bias = biases
     up_octets, up_rows, up_first = up
@@ -597,29 +640,50 @@ def _finish(
     experts = _load_ids(ids, TOP_K)
     num_gates = TOP_K * up_octets
     num_downs = TOP_K * down_octets
+    step = _CONSUMERS * gl.num_programs(0)
+    first_gate = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    first_down = first_gate + gl.cdiv(gl.maximum(num_gates - first_gate, 0), step) * step - num_gates
+    of_gates = (up_factors, up_bias, experts)
+    of_downs = (down_factors, down_bias, experts)
+    factor, second_factor, shift, second_shift = _load_rows(
+        of_gates, first_gate, up_octets, up_rows, up_first, OUT
+    )
+    _fetch_rows(up_factors, up_bias, experts, first_gate, step, up_octets, up_rows, up_first)
+    _fetch_rows(
+        down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
+    )
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    own_places = places + _begin(places, tickets, launch, TOP_K * words_each) * (TOP_K * words_each)
-    turn = gl.to_tensor(0)
+    if CONSUMER == 0:
+        buffer = _begin(places, tickets, launch, TOP_K * words_each)
+    else:
+        buffer = _own_buffer(launch)
+    own_places = places + buffer * (TOP_K * words_each)
+    turn = gl.to_tensor(CONSUMER)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
-    for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
-        expert = _expert_of(experts, unit // up_octets)
-        row = unit % up_octets * _ROWS
-        factor, second_factor, shift, second_shift = _load_rows(
-            up_factors, up_bias, expert, row, up_rows, up_first, OUT
+    for unit in range(first_gate, num_gates, step):
+        next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
+            of_gates, unit + step, up_octets, up_rows, up_first, OUT
         )
+        row = unit % up_octets * _ROWS
         first, second = _added(board, turn)
         gates = gl.convert_layout(first, OUT) * factor + shift
         ups = gl.convert_layout(second, OUT) * second_factor + second_shift
         result = gl.where(row + in_octet < up_first, _activate_gated(gates, ups, EPILOGUE), 0.0)
         _announce(result, own_places + unit // up_octets * words_each, row, BOUNDED)
-        turn += 1
-    for unit in range(_first_down(num_gates), num_downs, gl.num_programs(0)):
-        slot = unit // down_octets
-        expert = _expert_of(experts, slot)
-        row = unit % down_octets * _ROWS
-        factor, second_factor, shift, second_shift = _load_rows(
-            down_factors, down_bias, expert, row, down_rows, down_first, OUT
+        factor = next_factor
+        second_factor = next_second_factor
+        shift = next_shift
+        second_shift = next_second_shift
+        turn += _CONSUMERS
+    factor, second_factor, shift, second_shift = _load_rows(
+        of_downs, first_down, down_octets, down_rows, down_first, OUT
+    )
+    for unit in range(first_down, num_downs, step):
+        next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
+            of_downs, unit + step, down_octets, down_rows, down_first, OUT
         )
+        slot = unit // down_octets
+        row = unit % down_octets * _ROWS
         share = gl.load(shares + slot, cache_modifier=".cg")
         first, second = _added(board, turn)
         result = (gl.convert_layout(first, OUT) * factor + shift) * share
@@ -629,7 +693,11 @@ def _finish(
         gl.store(target + rows, result, mask=rows < down_first)
         rows = down_first + rows
         gl.store(target + rows, second_result, mask=rows < down_rows)
-        turn += 1
+        factor = next_factor
+        second_factor = next_second_factor
+        shift = next_shift
+        second_shift = next_second_shift
+        turn += _CONSUMERS
 
 
 @gluon.jit
@@ -782,10 +850,32 @@ def experts_one_ring_kernel(
                     TOP_K,
                     EPILOGUE,
                     BOUNDED,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _finish,
+                (
+                    (up_factors, down_factors),
+                    (up_bias, down_bias),
+                    out,
+                    places,
+                    tickets,
+                    ids,
+                    shares,
+                    board,
+                    launch,
+                    (up_octets, up_rows, up_first),
+                    (down_octets, down_rows, down_first),
+                    TOP_K,
+                    EPILOGUE,
+                    BOUNDED,
+                    1,
                     PDL,
                 ),
             ),
         ],
-        [8, 1, 1],
-        [112, 24, 24],
+        [8, 1, 1, 1],
+        [112, 24, 24, 24],
     )
