@@ -37,11 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.expert_tables import (
+    LOW,
     MAX_SHIFT,
     ROWS,
-    TO_FLOAT8,
     ExpertProjection,
     ExpertTables,
+    far_in_two,
+    to_float8,
 )
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
@@ -67,26 +69,9 @@ PROGRAMS = {16: 4, 32: 3, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _MAX_STAGES = 12
-_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
-
-
-@gluon.jit
-def _in_two(values):
-    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
-
-    Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
-    subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
-    again to be subtracted.
-    """
-    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
-    # 1.5 * 2^(e + 20) of a number with the exponent e, or of the least normal one, 2^-6.
-    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
-    large = bits.to(gl.float32, bitcast=True)
-    high = (values + large) - large
-    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -123,7 +108,7 @@ def split_kernel(
     exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
     largest = gl.max(gl.maximum(exact, -exact), 0)
     exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-    high, low = _in_two(exact * gl.exp2(-exponent))
+    high, low = far_in_two(exact * gl.exp2(-exponent))
     targets = halves + place * 2 * size + columns
     gl.store(targets, high, mask=inside)
     gl.store(targets + size, low, mask=inside)
@@ -271,29 +256,6 @@ def _fetch_inputs(board, buffers, x, x_more, num_steps, MORE: gl.constexpr, PDL:
 
 
 @gluon.jit
-def _to_float8(words, shifts, LAYOUT: gl.constexpr):
-    """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
-    the tensor cores' left operand in registers."""
-    WORDS: gl.constexpr = words.type.layout
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
-    none = gl.zeros(words.shape, gl.int32, WORDS)
-    # Of each word c and half h, e4m3 [ROWS, 16].
-    parts = gl.inline_asm_elementwise(
-        TO_FLOAT8,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
-        [words, none + shifts[:, None]],
-        dtype=(gl.float8e4nv,) * 8,
-        is_pure=True,
-        pack=4,
-    )
-    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
-    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
-    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
-    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
 def _of_stage(tiles, shift_tiles, stage):
     """The words and shifts of both matrices, as `_to_float8` takes them."""
     ROWS: gl.constexpr = tiles.shape[1]
@@ -331,7 +293,7 @@ def _of_stage(tiles, shift_tiles, stage):
 def _of_both(sums):
     """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
     high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
-    return high + low * (1.0 / _LOW)
+    return high + low * (1.0 / LOW)
 
 
 @gluon.jit
@@ -344,7 +306,7 @@ def _store_in_two(acc, out, target, row):
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
     begin, end, num_outputs = target
-    high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
+    high, low = far_in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
     store_halves(high, low, out, begin, end, row, num_outputs, STORE)
 
 
@@ -375,8 +337,8 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
         xs = x_tiles.index(stage).permute((1, 0))
-        values = _to_float8(words, own, LAYOUT)
-        second_values = _to_float8(second_words, second_own, LAYOUT)
+        values = to_float8(words, own, LAYOUT)
+        second_values = to_float8(second_words, second_own, LAYOUT)
         part = warpgroup_mma(values, xs, part, is_async=True)
         second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
         if TAKEN > 0:

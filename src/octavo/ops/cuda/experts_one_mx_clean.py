@@ -1,16 +1,22 @@
-"""The MXFP4 experts of one token on Hopper GPUs, both projections in one kernel.
+"""The MXFP4 experts of one token on Hopper GPUs: both projections in one kernel.
 
-As many programs as the GPU runs at once take units one after the other: 8 rows of each of two
-matrices (expert_tables.py), gates and ups first and then down projections. TMA fetches all words of
-the next units to shared memory while one is multiplied, so memory is busy from the moment at which
-the experts are known to the end. As in experts_one_mx.py, warps share the inputs of a unit, words
-become float16 by a table, and all columns of the right operand are the same token. A warp has the
-same inputs of each unit, which it keeps in registers.
+Each SM has a program, which takes units one after the other: 8 rows of each of two matrices
+(expert_tables.py), gates and ups of all experts first and then down projections. A program has two
+teams, which take turns: a warp that fetches weights by TMA into a ring in shared memory, eight
+warps that multiply, and a warp that makes results of their sums. So memory is busy from the moment
+at which the experts are known to the end; a kernel for each projection would begin and end twice.
 
-Gates announce themselves to the programs that take down projections, as attention's partial results
-do: a place holds EMPTY, a pattern that no program leaves there, until its two results have come. Of
-two buffers that take turns, one is made EMPTY again by the launch that uses the other one. Which
-one a launch uses follows from a counter of all programs' starts.
+The warps of a team share the inputs of a unit. Each turns its words into e4m3, as
+experts_mx_hopper.py does, and multiplies them by two e4m3 numbers for each input. A product of
+tensor cores has 16 columns here, two for each of eight warps: a warp's own two have the inputs that
+belong to its words, and what its rows make of the others is dropped.
+
+Gates announce themselves to the teams that take down projections, as attention's partial results
+do (attention_decode.py): a place holds EMPTY until its results have come. Of two buffers that take
+turns, a launch makes the one EMPTY again that it does not use; which one that is follows from a
+counter of all programs that have begun. Programs wait for each other and must all run at once: one
+for each SM does, as it takes more than half of the shared memory. Two on an SM would not always
+do, because an SM that still has programs of another kernel does not enlarge its shared memory.
 """
 
 from __future__ import annotations
@@ -30,8 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.ops.cuda.expert_tables import ROWS, TO_FLOAT8, ExpertProjection, ExpertTables
+from octavo.ops.cuda.expert_tables import (
+    LOW,
+    ROWS,
+    ExpertProjection,
+    ExpertTables,
+    far_in_two,
+    to_float8,
+)
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
@@ -42,17 +56,19 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
 EMPTY = tl.constexpr(-2147483648)  # minus zero and zeros
+MOST_INPUTS = 24 << 10  # of a matrix, whose e4m3 numbers both teams keep in shared memory
 _BLOCK = tl.constexpr(BLOCK)
 _OCTET = 8  # rows of each matrix in a unit
 _ROWS = tl.constexpr(_OCTET)
 _TILE_OCTETS = tl.constexpr(ROWS // _OCTET)
-_WARPS = 8
-_COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand: two numbers for each warp
-_CONSUMERS = tl.constexpr(2)  # partitions that multiply
+_WARPS = 8  # that multiply, of a team
+_TEAMS = tl.constexpr(2)
+_COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand
+_MOST_ROUNDS = 3  # blocks of each warp in a stage
+_STAGES = 2  # of a team
 _REGISTERS = 96  # of a thread, before partitions get what they need
-_STAGES = 4  # even: each belongs to one consumer
-_PARTS = 4  # units whose sums wait for being stored
-_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
+TOUCHES = tl.constexpr(True)
+_PARTS = tl.constexpr(2)  # units of a team whose sums may wait
 _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
@@ -68,53 +84,55 @@ def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) 
     """For one stream, and launches with as many programs."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    places = torch.full((2, top_k, blocks * BLOCK // 2), EMPTY.value, dtype=torch.int32, device=device)
+    shape = 2, top_k, blocks * BLOCK // 2
+    places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
     return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def mix_one_mx_ring(
+def mix_one_mx(
     x: Tensor,
     routed: Routed,
     up: ExpertProjection,
     down: ExpertProjection,
     num_programs: int | None = None,
 ) -> Tensor:
-    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
+    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size].
+
+    num_programs: at most as many as there are SMs, which is what they are without it.
+    """
+    gates, downs = up.tables, down.tables
     top_k = routed.ids.shape[1]
-    if num_programs is None:
-        num_programs = num_sms(x.device)
+    num_programs = num_programs or num_sms(x.device)
     out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
-    up_octets = triton.cdiv(up.tables.num_first, _OCTET)
-    down_octets = triton.cdiv(down.tables.num_first, _OCTET)
-    exchange = _exchange(x.device, top_k, down.tables.num_blocks, num_programs)
-    experts_one_ring_kernel[(num_programs,)](
+    up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
+    experts_one_kernel[(num_programs,)](
         x,
-        *_descriptors(up.tables),
-        *_descriptors(down.tables),
-        up.tables.factors,
-        down.tables.factors,
+        *_descriptors(gates),
+        *_descriptors(downs),
+        gates.factors,
+        downs.factors,
         up.bias,
         down.bias,
-        *exchange,
+        *_exchange(x.device, top_k, downs.num_blocks, num_programs),
         out,
         routed.ids,
         routed.weights,
-        up.tables.size,
-        up.tables.num_rows,
-        down.tables.num_rows,
-        up.tables.num_first,
-        down.tables.num_first,
-        up.tables.num_tiles,
-        down.tables.num_tiles,
-        up_octets,
-        down_octets,
-        UP_ROUNDS=triton.cdiv(up.tables.num_blocks, _WARPS),
-        DOWN_ROUNDS=triton.cdiv(down.tables.num_blocks, _WARPS),
+        gates.size,
+        gates.num_rows,
+        downs.num_rows,
+        gates.num_first,
+        downs.num_first,
+        gates.num_tiles,
+        downs.num_tiles,
+        triton.cdiv(gates.num_first, _OCTET),
+        triton.cdiv(downs.num_first, _OCTET),
+        UP_ROUNDS=up_rounds,
+        DOWN_ROUNDS=down_rounds,
+        SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
         STAGES=_STAGES,
-        PARTS=_PARTS,
         TOP_K=top_k,
         EPILOGUE=int(up.epilogue),
-        BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # below 64
+        BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         **launch_options(x.device),
@@ -122,18 +140,24 @@ def mix_one_mx_ring(
     return out
 
 
-def _descriptors(tables: ExpertTables) -> tuple[object, object]:
+def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescriptor]:
     """For TMA: what eight blocks have of eight rows of both matrices, and the shifts of 16."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     blocks = tables.num_blocks
     words = tables.words.view(-1, blocks, ROWS, 32)
     shifts = tables.shifts.view(-1, blocks, ROWS // 16, 32)
-    layouts = (gl.NVMMASharedLayout(each, 32, rank=4) for each in (128, 0))
+    swizzled, plain = (gl.NVMMASharedLayout(each, 32, rank=4) for each in (128, 0))
     return (
-        TensorDescriptor.from_tensor(words, [1, _WARPS, _OCTET, 32], next(layouts)),
-        TensorDescriptor.from_tensor(shifts, [1, _WARPS, 1, 32], next(layouts)),
+        TensorDescriptor.from_tensor(words, [1, _WARPS, _OCTET, 32], swizzled),
+        TensorDescriptor.from_tensor(shifts, [1, _WARPS, 1, 32], plain),
     )
+
+
+@gluon.jit
+def _load_ids(ids, TOP_K: gl.constexpr):
+    experts = ()
+    for i in gl.static_range(TOP_K):
+        experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return experts
 
 
 @gluon.jit
@@ -146,128 +170,139 @@ def _expert_of(experts, slot):
 
 
 @gluon.jit
-def _place_of(unit, experts, octets, num_tiles):
-    """A unit's tile among those of all experts, its octet of rows there, and its expert's slot."""
-    slot = unit // octets
-    octet = unit % octets
-    tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
-    return tile, octet % _TILE_OCTETS, slot
+def _units_of(num_gates, TEAM: gl.constexpr):
+    """A team's first units of gates and of down projections, and how far its units are from each
+    other: units of both are counted together."""
+    step = _TEAMS * gl.num_programs(0)
+    first = gl.program_id(0) + TEAM * gl.num_programs(0)
+    own_gates = gl.cdiv(gl.maximum(num_gates - first, 0), step)
+    return first, first + own_gates * step - num_gates, step
 
 
 @gluon.jit
-def _fetch(
-    words,
-    shifts,
-    tile,
-    octet,
-    buffers,
-    stage,
-    ROUNDS: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """Have a unit's words and shifts on their way to a stage."""
-    tiles, shift_tiles, ready, _free = buffers
-    WARPS: gl.constexpr = words.block_type.shape[1]
-    BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
-    bar = ready.index(stage)
-    mbarrier.expect(bar, ROUNDS * BYTES)
-    for i in gl.static_range(ROUNDS):
-        place = stage * SLOTS + i
-        _fetch_tile(words, [tile, i * WARPS, octet * _ROWS, 0], bar, tiles.index(place))
-        _fetch_tile(shifts, [tile, i * WARPS, octet // 2, 0], bar, shift_tiles.index(place))
+def _following(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and how often it was used before, modulo 2."""
+    is_last = stage == STAGES - 1
+    return gl.where(is_last, 0, stage + 1), gl.where(is_last, 1 - phase, phase)
 
 
 @gluon.jit
 def _fetch_units(
+    source,
+    experts,
+    ring,
+    stage,
+    phase,
+    first,
+    slot,
+    octet,
+    step,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Load the words and shifts of a team's units of one projection; the next stage and phase.
+
+    slot, octet: of the first unit.
+    """
+    words, shifts, octets, num_tiles = source
+    tiles, shift_tiles, ready, free = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    WARPS: gl.constexpr = words.block_type.shape[1]
+    BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
+    for unit in range(first, len(experts) * octets, step):
+        tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
+        octet = octet % _TILE_OCTETS
+        for begin in gl.static_range(0, ROUNDS, SLOTS):
+            mbarrier.wait(free.index(stage), 1 - phase)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, min(SLOTS, ROUNDS - begin) * BYTES)
+            for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
+                place = stage * SLOTS + i
+                block = (begin + i) * WARPS
+                _fetch_tile(words, [tile, block, octet * _ROWS, 0], bar, tiles.index(place))
+                _fetch_tile(shifts, [tile, block, octet // 2, 0], bar, shift_tiles.index(place))
+            stage, phase = _following(stage, phase, STAGES)
+        slot = (unit + step) // octets
+        octet = (unit + step) % octets
+    return stage, phase
+
+
+@gluon.jit
+def _touch(source, ring, bar, phase):
+    """Load anything by descriptors, which then are near when they are needed."""
+    words, shifts, _octets, _num_tiles = source
+    tiles, shift_tiles, _ready, _free = ring
+    mbarrier.expect(bar, words.block_type.nbytes + shifts.block_type.nbytes)
+    _fetch_tile(words, [0, 0, 0, 0], bar, tiles.index(0))
+    _fetch_tile(shifts, [0, 0, 0, 0], bar, shift_tiles.index(0))
+    mbarrier.wait(bar, phase)
+
+
+@gluon.jit
+def _fetch(
     ids,
     up,
     down,
-    buffers,
+    ring,
+    touched,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
+    TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that loads weights."""
-    up_words, up_shifts, up_octets, up_tiles = up
-    down_words, down_shifts, down_octets, down_tiles = down
-    free = buffers[3]
-    STAGES: gl.constexpr = free.shape[0]
-    SLOTS: gl.constexpr = buffers[0].shape[0] // STAGES
+    """The partition that loads a team's weights."""
+    first, first_down, step = _units_of(TOP_K * up[2], TEAM)
+    # The next loads depend on ids, and what can be is done before they are there.
+    slot, octet = first // up[2], first % up[2]
+    down_slot, down_octet = first_down // down[2], first_down % down[2]
+    if TOUCHES:
+        _touch(up, ring, touched.index(0), 0)
+        _touch(down, ring, touched.index(0), 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _load_ids(ids, TOP_K)
-    num_gates = TOP_K * up_octets
-    turn = gl.to_tensor(0)
-    for unit in range(gl.program_id(0), num_gates, gl.num_programs(0)):
-        tile, octet, _slot = _place_of(unit, experts, up_octets, up_tiles)
-        mbarrier.wait(free.index(turn % STAGES), (turn // STAGES + 1) & 1)
-        stage = turn % STAGES
-        _fetch(up_words, up_shifts, tile, octet, buffers, stage, UP_ROUNDS, SLOTS)
-        turn += 1
-    first = _first_down(num_gates)
-    for unit in range(first, TOP_K * down_octets, gl.num_programs(0)):
-        tile, octet, _slot = _place_of(unit, experts, down_octets, down_tiles)
-        mbarrier.wait(free.index(turn % STAGES), (turn // STAGES + 1) & 1)
-        stage = turn % STAGES
-        _fetch(down_words, down_shifts, tile, octet, buffers, stage, DOWN_ROUNDS, SLOTS)
-        turn += 1
-
-
-@gluon.jit
-def _load_ids(ids, TOP_K: gl.constexpr):
-    experts = ()
-    for i in gl.static_range(TOP_K):
-        experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
-    return experts
-
-
-@gluon.jit
-def _first_down(num_gates):
-    """The program's first unit of down projections: units of both are counted together."""
-    own_gates = gl.cdiv(num_gates - gl.program_id(0), gl.num_programs(0))
-    return gl.program_id(0) + own_gates * gl.num_programs(0) - num_gates
-
-
-@gluon.jit
-def _in_two(values):
-    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
-    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
-    large = bits.to(gl.float32, bitcast=True)
-    high = (values + large) - large
-    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
-
-
-@gluon.jit
-def _to_float8(words, shifts, LAYOUT: gl.constexpr):
-    WORDS: gl.constexpr = words.type.layout
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
-    none = gl.zeros(words.shape, gl.int32, WORDS)
-    parts = gl.inline_asm_elementwise(
-        TO_FLOAT8,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
-        [words, none + shifts[:, None]],
-        dtype=(gl.float8e4nv,) * 8,
-        is_pure=True,
-        pack=4,
+    none = gl.to_tensor(0)
+    stage, phase = _fetch_units(
+        up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
     )
-    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
-    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
-    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
-    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+    _fetch_units(
+        down,
+        experts,
+        ring,
+        stage,
+        phase,
+        first_down,
+        down_slot,
+        down_octet,
+        step,
+        DOWN_ROUNDS,
+        SLOTS,
+    )
 
 
 @gluon.jit
-def _unit_sums(
-    buffers, x_tiles, stage, is_second, LAYOUT: gl.constexpr, ROUNDS: gl.constexpr
+def _multiply_unit(
+    ring,
+    stage,
+    phase,
+    x_tiles,
+    is_second,
+    LAYOUT: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """The sums of a unit in each warp, [WARPS, 16, 4], of which one of four is not zero: of 8 rows
-    of both matrices."""
-    tiles, shift_tiles, ready, _free = buffers
+    of both matrices. The unit's last stage is not given back.
+
+    is_second: whether the rows are the second half of those that shifts lie together of.
+    """
+    tiles, shift_tiles, ready, free = ring
+    STAGES: gl.constexpr = ready.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
-    SLOTS: gl.constexpr = tiles.shape[0] // ready.shape[0]
     OF_WARPS: gl.constexpr = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    # As _of_stage of experts_mx_hopper.py, but of row r, and of the same row of the other matrix.
     LOADED: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 16]],
         [[0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
@@ -283,31 +318,39 @@ def _unit_sums(
         [1, WARPS, 1, 32],
     )
     acc = gl.zeros([16 * WARPS, _COLUMNS], gl.float32, LAYOUT)
-    for i in gl.static_range(ROUNDS):
-        words = tiles.index(stage * SLOTS + i).load(LOADED).reshape([WARPS, 8, 2, 16])
-        words = words.permute((0, 2, 1, 3)).reshape([16 * WARPS, 16])
-        shifts = shift_tiles.index(stage * SLOTS + i).load(SHIFTS)
-        first, second = gl.split(shifts.reshape([WARPS, 8, 2, 2]))
-        own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([16 * WARPS])
-        own = gl.convert_layout(own, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
-        values = _to_float8(words, own, LAYOUT)
-        acc = warpgroup_mma(values, x_tiles.index(i).permute((1, 0)), acc, is_async=True)
+    for begin in gl.static_range(0, ROUNDS, SLOTS):
+        if begin > 0:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            stage, phase = _following(stage, phase, STAGES)
+        mbarrier.wait(ready.index(stage), phase)
+        for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
+            words = tiles.index(stage * SLOTS + i).load(LOADED).reshape([WARPS, 8, 2, 16])
+            words = words.permute((0, 2, 1, 3)).reshape([16 * WARPS, 16])
+            shifts = shift_tiles.index(stage * SLOTS + i).load(SHIFTS)
+            first, second = gl.split(shifts.reshape([WARPS, 8, 2, 2]))
+            own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([16 * WARPS])
+            own = gl.convert_layout(own, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+            inputs = x_tiles.index(begin + i).permute((1, 0))
+            acc = warpgroup_mma(to_float8(words, own, LAYOUT), inputs, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    own = gl.where(row[:, None] // 16 == column[None, :] // 2, acc, 0.0)
+    warp = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LAYOUT)) // 16
+    of_warp = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT)) // 2
+    own = gl.where(warp[:, None] == of_warp[None, :], acc, 0.0)
     high, low = gl.split(own.reshape([WARPS, 16, WARPS // 4, 4, 2]))
-    return gl.sum(high + low * (1.0 / _LOW), 2)
+    return gl.sum(high + low * (1.0 / LOW), 2), stage, phase
 
 
 @gluon.jit
-def _leave(sums, scale, buffers, board, stage, slot, phase):
-    """Give a unit's sums to the partition that stores results, and its stage back."""
+def _leave(sums, scale, board, free, stage, turn):
+    """Give a unit's sums to the partition that makes results of them, and its last stage back."""
     parts, given, taken = board
-    mbarrier.wait(taken.index(slot), phase)
+    slot = turn % _PARTS
+    mbarrier.wait(taken.index(slot), (turn // _PARTS + 1) & 1)
     parts.index(slot).store(sums * scale)
     _barrier()
-    mbarrier.arrive(buffers[3].index(stage), count=1)
+    mbarrier.arrive(free.index(stage), count=1)
     mbarrier.arrive(given.index(slot), count=1)
 
 
@@ -316,7 +359,7 @@ def _multiply(
     x,
     size,
     places,
-    buffers,
+    ring,
     x_tiles,
     board,
     launch,
@@ -324,53 +367,55 @@ def _multiply(
     down_octets,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
     BOUNDED: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A partition that multiplies: every other unit."""
+    """The partition that multiplies a team's units."""
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
     )
-    ready = buffers[2]
-    STAGES: gl.constexpr = ready.shape[0]
-    PARTS: gl.constexpr = board[1].shape[0]
+    STAGES: gl.constexpr = ring[2].shape[0]
     SHAPE: gl.constexpr = [x_tiles.shape[0], _COLUMNS, _BLOCK // 4]
     AS_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     if _IS_PUBLIC:
         x_words = x_tiles.reinterpret(gl.int32, SHAPE, AS_WORDS)
     else:
         x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
+    free = ring[3]
+    num_gates = TOP_K * up_octets
+    first, first_down, step = _units_of(num_gates, TEAM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
-    num_gates = TOP_K * up_octets
-    turn = gl.to_tensor(CONSUMER)
-    num_programs = gl.num_programs(0)
-    first = gl.program_id(0) + CONSUMER * num_programs
-    for unit in range(first, num_gates, _CONSUMERS * num_programs):
-        stage = turn % STAGES
-        slot = turn % PARTS
+    turn = gl.to_tensor(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    inner = up_octets * _ROWS
+    words_each = gl.cdiv(inner, _BLOCK) * (_BLOCK // 2)
+    num_downs = TOP_K * down_octets
+    found = _no_gates(DOWN_ROUNDS, BOUNDED)
+    for unit in range(first, num_gates, step):
         is_second = unit % up_octets % 2 == 1
-        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, UP_ROUNDS)
-        _leave(sums, _by_warp(scale, sums), buffers, board, stage, slot, (turn // PARTS + 1) & 1)
-        turn += _CONSUMERS
-    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
+        if unit + step >= num_gates:  # Gates are asked for one unit ahead.
+            own_places = places + _own_buffer(launch) * (TOP_K * words_each)
+            own_places += gl.minimum(first_down, num_downs - 1) // down_octets * words_each
+            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+        sums, stage, phase = _multiply_unit(
+            ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
+        )
+        _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
+        stage, phase = _following(stage, phase, STAGES)
+        turn += 1
     places = places + _own_buffer(launch) * (TOP_K * words_each)
-    first = gl.program_id(0) + turn * num_programs - num_gates
-    for unit in range(first, TOP_K * down_octets, _CONSUMERS * num_programs):
-        stage = turn % STAGES
-        slot = turn % PARTS
-        own_places = places + unit // down_octets * words_each
+    for unit in range(first_down, num_downs, step):
         is_second = unit % down_octets % 2 == 1
-        found = _load_gates(own_places, up_octets * _ROWS, DOWN_ROUNDS, BOUNDED)
-        lowest = _lowest(found)
-        while lowest == EMPTY:
-            found = _load_gates(own_places, up_octets * _ROWS, DOWN_ROUNDS, BOUNDED)
-            lowest = _lowest(found)
+        while _lowest(found) == EMPTY:
+            own_places = places + unit // down_octets * words_each
+            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
         if BOUNDED:
             for i in gl.static_range(DOWN_ROUNDS):
                 x_words.index(i).store(found[i])
@@ -378,11 +423,16 @@ def _multiply(
             _barrier()
         else:
             scale = _store_in_two(_pairs(found), x_tiles)
-        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        sums = _unit_sums(buffers, x_tiles, stage, is_second, SUMS, DOWN_ROUNDS)
+        following = gl.minimum(unit + step, num_downs - 1)
+        next_places = places + following // down_octets * words_each
+        found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
+        sums, stage, phase = _multiply_unit(
+            ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
+        )
         own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(scale, sums)
-        _leave(sums, own_scale, buffers, board, stage, slot, (turn // PARTS + 1) & 1)
-        turn += _CONSUMERS
+        _leave(sums, own_scale, board, free, stage, turn)
+        stage, phase = _following(stage, phase, STAGES)
+        turn += 1
 
 
 @gluon.jit
@@ -416,7 +466,7 @@ def _store_in_two(values, x_tiles):
         largest = gl.maximum(largest, gl.abs(values[i].to(gl.float32)))
     factor, scale = scales_of_two(gl.max(largest, 1))
     for i in gl.static_range(len(values)):
-        high, low = _in_two(values[i].to(gl.float32) * factor[:, None])
+        high, low = far_in_two(values[i].to(gl.float32) * factor[:, None])
         both = gl.join(high, low).permute((0, 2, 1)).reshape([_COLUMNS, _BLOCK])
         x_tiles.index(i).store(both)
     fence_async_shared()
@@ -425,21 +475,39 @@ def _store_in_two(values, x_tiles):
 
 
 @gluon.jit
-def _load_gates(places, num_gates, ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
-    """A slot's places, as they are now: [2 WARPS, 32] of four e4m3 each, or [WARPS, 64] of pairs."""
+def _gate_words(BOUNDED: gl.constexpr):
+    """Of the words of a slot's places that each warp takes first, the places and the gates: [2
+    WARPS, 32] with four e4m3 each, or [WARPS, 64] with pairs."""
     WARPS: gl.constexpr = gl.num_warps()
     EACH: gl.constexpr = 2 if BOUNDED else 1
     WIDTH: gl.constexpr = _BLOCK // (2 * EACH)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [EACH, 32 // EACH], [WARPS, 1], [1, 0])
     row = gl.arange(0, EACH * WARPS, layout=gl.SliceLayout(1, LOADED))
     word = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOADED))
-    column = (row // EACH)[:, None] * _BLOCK + (word * (2 * EACH))[None, :]
-    place = row[:, None] * WIDTH + word[None, :]
+    gate = (row // EACH)[:, None] * _BLOCK + (word * (2 * EACH))[None, :]
+    return row[:, None] * WIDTH + word[None, :], gate
+
+
+@gluon.jit
+def _load_gates(places, num_gates, ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
+    """A slot's places, as they are now."""
+    WARPS: gl.constexpr = gl.num_warps()
+    place, gate = _gate_words(BOUNDED)
     found = ()
     for i in gl.static_range(ROUNDS):
         own = places + i * (WARPS * _BLOCK // 2) + place
-        is_gate = i * (WARPS * _BLOCK) + column < num_gates
+        is_gate = i * (WARPS * _BLOCK) + gate < num_gates
         found += (gl.load(own, mask=is_gate, other=0, volatile=True),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _no_gates(ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
+    """What `_load_gates` returns where nothing has come."""
+    place, _gate = _gate_words(BOUNDED)
+    found = ()
+    for _i in gl.static_range(ROUNDS):
+        found += (gl.zeros_like(place) + EMPTY,)  # type: ignore[assignment]
     return found
 
 
@@ -497,9 +565,8 @@ def _load_rows(source, unit, octets, num_rows, num_first, LAYOUT: gl.constexpr):
 def _added(board, turn):
     """What all warps' sums of a unit add up to, of 8 rows of both matrices."""
     parts, given, taken = board
-    PARTS: gl.constexpr = parts.shape[0]
-    slot = turn % PARTS
-    mbarrier.wait(given.index(slot), (turn // PARTS) & 1)
+    slot = turn % _PARTS
+    mbarrier.wait(given.index(slot), (turn // _PARTS) & 1)
     WARPS: gl.constexpr = parts.shape[1]
     ALL: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 8, 0], [4, 0, 0]],
@@ -545,7 +612,7 @@ def _announce(result, places, row, BOUNDED: gl.constexpr):
     # A thread has all numbers of a word.
     WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     if BOUNDED:
-        high, low = _in_two(result * _BOUNDED)
+        high, low = far_in_two(result * _BOUNDED)
         own = places + row // _BLOCK * (_BLOCK // 2) + row % _BLOCK // 4
         _store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
         _store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
@@ -623,10 +690,10 @@ def _finish(
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A partition that makes results of one consumer's sums, and stores them: a single warp.
+    """The partition that makes results of a team's sums, and stores them: a single warp.
 
     What it needs of a unit's rows is asked for one unit ahead.
     """
@@ -640,9 +707,7 @@ def _finish(
     experts = _load_ids(ids, TOP_K)
     num_gates = TOP_K * up_octets
     num_downs = TOP_K * down_octets
-    step = _CONSUMERS * gl.num_programs(0)
-    first_gate = gl.program_id(0) + CONSUMER * gl.num_programs(0)
-    first_down = first_gate + gl.cdiv(gl.maximum(num_gates - first_gate, 0), step) * step - num_gates
+    first_gate, first_down, step = _units_of(num_gates, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
     factor, second_factor, shift, second_shift = _load_rows(
@@ -653,12 +718,12 @@ def _finish(
         down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
     )
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    if CONSUMER == 0:
+    if TEAM == 0:
         buffer = _begin(places, tickets, launch, TOP_K * words_each)
     else:
         buffer = _own_buffer(launch)
     own_places = places + buffer * (TOP_K * words_each)
-    turn = gl.to_tensor(CONSUMER)
+    turn = gl.to_tensor(0)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
     for unit in range(first_gate, num_gates, step):
         next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
@@ -674,7 +739,7 @@ def _finish(
         second_factor = next_second_factor
         shift = next_shift
         second_shift = next_second_shift
-        turn += _CONSUMERS
+        turn += 1
     factor, second_factor, shift, second_shift = _load_rows(
         of_downs, first_down, down_octets, down_rows, down_first, OUT
     )
@@ -697,11 +762,43 @@ def _finish(
         second_factor = next_second_factor
         shift = next_shift
         second_shift = next_second_shift
-        turn += _CONSUMERS
+        turn += 1
 
 
 @gluon.jit
-def experts_one_ring_kernel(
+def _make_team(
+    words,
+    shifts,
+    WARPS: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Shared memory of a team: its ring, inputs, and the sums of its units."""
+    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    PLACES: gl.constexpr = STAGES * SLOTS
+    tiles = gl.allocate_shared_memory(words.dtype, [PLACES, 1, WARPS, _ROWS, 32], words.layout)
+    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [PLACES, 1, WARPS, 1, 32], shifts.layout)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [ROUNDS, _COLUMNS, _BLOCK], INPUTS)
+    parts = gl.allocate_shared_memory(gl.float32, [_PARTS, WARPS, 16, 4], MEMORY)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
+    touched = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(touched.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    for slot in gl.static_range(_PARTS):
+        mbarrier.init(given.index(slot), count=1)
+        mbarrier.init(taken.index(slot), count=1)
+    return (tiles, shift_tiles, ready, free), x_tiles, (parts, given, taken), touched
+
+
+@gluon.jit
+def experts_one_kernel(
     x,
     up_words,
     up_shifts,
@@ -727,57 +824,44 @@ def experts_one_ring_kernel(
     down_octets,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All of a token's experts, weighted, into out float32 [TOP_K, size].
+    """All of a token's experts, weighted by `shares`, into out float32 [TOP_K, down_rows].
 
     Args:
         x: bfloat16 [size].
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
         places, tickets: of Exchange.
-        up_octets, down_octets: units of an expert.
-        UP_ROUNDS, DOWN_ROUNDS: blocks of a warp.
-        PARTS: units whose sums wait for being stored.
+        up_first, down_first: rows of the first matrix.
+        up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
+        UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.
+        SLOTS: blocks of each warp in a stage.
+        BOUNDED: whether gates are below 64: they are exchanged as two e4m3 numbers, else in
+            bfloat16.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROUNDS: gl.constexpr = max(UP_ROUNDS, DOWN_ROUNDS)
+    ring, x_tiles, board, touched = _make_team(
+        up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES
+    )
+    second_ring, second_x_tiles, second_board, second_touched = _make_team(
+        up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES
+    )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    tiles = gl.allocate_shared_memory(
-        up_words.dtype, [STAGES * ROUNDS, 1, WARPS, _ROWS, 32], up_words.layout
-    )
-    shift_tiles = gl.allocate_shared_memory(
-        up_shifts.dtype, [STAGES * ROUNDS, 1, WARPS, 1, 32], up_shifts.layout
-    )
-    parts = gl.allocate_shared_memory(gl.float32, [PARTS, WARPS, 16, 4], MEMORY)
     numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    X_SHAPE: gl.constexpr = [ROUNDS, _COLUMNS, _BLOCK]
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, X_SHAPE, X_LAYOUT)
-    second_x_tiles = gl.allocate_shared_memory(gl.float8e4nv, X_SHAPE, X_LAYOUT)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    given = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    for slot in gl.static_range(PARTS):
-        mbarrier.init(given.index(slot), count=1)
-        mbarrier.init(taken.index(slot), count=1)
     mbarrier.init(told.index(0), count=1)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    buffers = (tiles, shift_tiles, ready, free)
-    board = (parts, given, taken)
     launch = (numbers, told)
+    up = (up_words, up_shifts, up_octets, up_tiles)
+    down = (down_words, down_shifts, down_octets, down_tiles)
     gl.warp_specialize(
         [
             (
@@ -786,7 +870,7 @@ def experts_one_ring_kernel(
                     x,
                     size,
                     places,
-                    buffers,
+                    ring,
                     x_tiles,
                     board,
                     launch,
@@ -794,6 +878,7 @@ def experts_one_ring_kernel(
                     down_octets,
                     UP_ROUNDS,
                     DOWN_ROUNDS,
+                    SLOTS,
                     TOP_K,
                     BOUNDED,
                     0,
@@ -806,14 +891,15 @@ def experts_one_ring_kernel(
                     x,
                     size,
                     places,
-                    buffers,
+                    second_ring,
                     second_x_tiles,
-                    board,
+                    second_board,
                     launch,
                     up_octets,
                     down_octets,
                     UP_ROUNDS,
                     DOWN_ROUNDS,
+                    SLOTS,
                     TOP_K,
                     BOUNDED,
                     1,
@@ -821,15 +907,34 @@ def experts_one_ring_kernel(
                 ),
             ),
             (
-                _fetch_units,
+                _fetch,
                 (
                     ids,
-                    (up_words, up_shifts, up_octets, up_tiles),
-                    (down_words, down_shifts, down_octets, down_tiles),
-                    buffers,
+                    up,
+                    down,
+                    ring,
+                    touched,
                     UP_ROUNDS,
                     DOWN_ROUNDS,
+                    SLOTS,
                     TOP_K,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    ids,
+                    up,
+                    down,
+                    second_ring,
+                    second_touched,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    SLOTS,
+                    TOP_K,
+                    1,
                     PDL,
                 ),
             ),
@@ -864,7 +969,7 @@ def experts_one_ring_kernel(
                     tickets,
                     ids,
                     shares,
-                    board,
+                    second_board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
@@ -876,6 +981,6 @@ def experts_one_ring_kernel(
                 ),
             ),
         ],
-        [8, 1, 1, 1],
-        [112, 24, 24, 24],
+        [8, 1, 1, 1, 1],
+        [112, 32, 32, 32, 32],
     )
