@@ -67,7 +67,6 @@ _COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand
 _MOST_ROUNDS = 3  # blocks of each warp in a stage
 _STAGES = 2  # of a team
 _REGISTERS = 96  # of a thread, before partitions get what they need
-TOUCHES = tl.constexpr(True)
 _PARTS = tl.constexpr(2)  # units of a team whose sums may wait
 _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
@@ -228,23 +227,11 @@ def _fetch_units(
 
 
 @gluon.jit
-def _touch(source, ring, bar, phase):
-    """Load anything by descriptors, which then are near when they are needed."""
-    words, shifts, _octets, _num_tiles = source
-    tiles, shift_tiles, _ready, _free = ring
-    mbarrier.expect(bar, words.block_type.nbytes + shifts.block_type.nbytes)
-    _fetch_tile(words, [0, 0, 0, 0], bar, tiles.index(0))
-    _fetch_tile(shifts, [0, 0, 0, 0], bar, shift_tiles.index(0))
-    mbarrier.wait(bar, phase)
-
-
-@gluon.jit
 def _fetch(
     ids,
     up,
     down,
     ring,
-    touched,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -257,9 +244,6 @@ def _fetch(
     # The next loads depend on ids, and what can be is done before they are there.
     slot, octet = first // up[2], first % up[2]
     down_slot, down_octet = first_down // down[2], first_down % down[2]
-    if TOUCHES:
-        _touch(up, ring, touched.index(0), 0)
-        _touch(down, ring, touched.index(0), 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _load_ids(ids, TOP_K)
@@ -422,14 +406,14 @@ def _multiply(
             fence_async_shared()
             _barrier()
         else:
-            scale = _store_in_two(_pairs(found), x_tiles)
+            down_scale = _store_in_two(_pairs(found), x_tiles)
         following = gl.minimum(unit + step, num_downs - 1)
         next_places = places + following // down_octets * words_each
         found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
         )
-        own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(scale, sums)
+        own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(down_scale, sums)
         _leave(sums, own_scale, board, free, stage, turn)
         stage, phase = _following(stage, phase, STAGES)
         turn += 1
@@ -786,15 +770,13 @@ def _make_team(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
-    touched = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(touched.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     for slot in gl.static_range(_PARTS):
         mbarrier.init(given.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=1)
-    return (tiles, shift_tiles, ready, free), x_tiles, (parts, given, taken), touched
+    return (tiles, shift_tiles, ready, free), x_tiles, (parts, given, taken)
 
 
 @gluon.jit
@@ -846,10 +828,8 @@ def experts_one_kernel(
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROUNDS: gl.constexpr = max(UP_ROUNDS, DOWN_ROUNDS)
-    ring, x_tiles, board, touched = _make_team(
-        up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES
-    )
-    second_ring, second_x_tiles, second_board, second_touched = _make_team(
+    ring, x_tiles, board = _make_team(up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES)
+    second_ring, second_x_tiles, second_board = _make_team(
         up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -913,7 +893,6 @@ def experts_one_kernel(
                     up,
                     down,
                     ring,
-                    touched,
                     UP_ROUNDS,
                     DOWN_ROUNDS,
                     SLOTS,
@@ -929,7 +908,6 @@ def experts_one_kernel(
                     up,
                     down,
                     second_ring,
-                    second_touched,
                     UP_ROUNDS,
                     DOWN_ROUNDS,
                     SLOTS,
