@@ -341,7 +341,9 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
     return extreme
 
 
-def _load_of(halts: threading.Event, polls: Iterator[int], pointer: Pointer, *args: Any, **options: Any) -> Any:
+def _load_of(
+    halts: threading.Event, polls: Iterator[int], pointer: Pointer, *args: Any, **options: Any
+) -> Any:
     if options.get("volatile"):
         _let_others_run(halts, polls)
     return _load(pointer, *args, **options)

@@ -37,7 +37,7 @@ _BIAS = 127 - 5 + MAX_SHIFT
 _GROUPS = BLOCK // MX_BLOCK
 
 
-def table_lookup(word: str, shifts: str, c: int, small: str, large: str) -> list[str]:
+def _table_lookup(word: str, shifts: str, c: int, small: str, large: str) -> list[str]:
     """PTX: of 8 numbers of a word, magnitudes of the first 4 from the table -> the octets of t, and
     those of the others, as places in the table -> high.
 
@@ -62,7 +62,7 @@ def _assembly() -> str:
     for c in range(4):
         word = f"${8 + c}"
         lines += [
-            *table_lookup(word, "$12", c, "0x14100800", "0x24201C18"),
+            *_table_lookup(word, "$12", c, "0x14100800", "0x24201C18"),
             f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
             "prmt.b32 t, small, large, high;",
             f"shl.b32 high, {word}, 4;",
@@ -72,12 +72,12 @@ def _assembly() -> str:
 
 
 _TO_FLOAT8 = tl.constexpr(_assembly())
-LOW = tl.constexpr(32.0)  # how much larger the second number of an input is kept
+_LOW = tl.constexpr(32.0)  # how much larger the second number of an input is kept
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @gluon.jit
-def to_float8(words, shifts, LAYOUT: gl.constexpr):
+def _to_float8(words, shifts, LAYOUT: gl.constexpr):
     """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
     the tensor cores' left operand in registers."""
     WORDS: gl.constexpr = words.type.layout
@@ -100,8 +100,8 @@ def to_float8(words, shifts, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def far_in_two(values):
-    """float32 below 256 -> e4m3, and what is left, LOW times as large, as e4m3.
+def _in_two(values):
+    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
 
     Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
     subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
@@ -112,7 +112,7 @@ def far_in_two(values):
     bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
     large = bits.to(gl.float32, bitcast=True)
     high = (values + large) - large
-    return high.to(gl.float8e4nv), ((values - high) * LOW).to(gl.float8e4nv)
+    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

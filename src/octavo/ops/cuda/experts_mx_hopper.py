@@ -14,7 +14,7 @@ next one while a tile is computed: some SMs read memory faster than others. One 
 weights, another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into
 e4m3, the left operand in registers, by 10 operations for 8 weights and their scale, multiplies and
 stores. Most experts have fewer tokens than a tile holds: of its second half, only the quarters that
-have tokens are fetched and multiplied. One token has kernels of its own (experts_one_mx.py).
+have tokens are fetched and multiplied. One token has a kernel of its own (experts_one_mx.py).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.expert_tables import (
-    LOW,
+    _LOW,
     MAX_SHIFT,
     ROWS,
     ExpertProjection,
     ExpertTables,
-    far_in_two,
-    to_float8,
+    _in_two,
+    _to_float8,
 )
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
-from octavo.ops.cuda.experts_one_mx import mix_one_mx
+from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
@@ -108,7 +108,7 @@ def split_kernel(
     exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
     largest = gl.max(gl.maximum(exact, -exact), 0)
     exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-    high, low = far_in_two(exact * gl.exp2(-exponent))
+    high, low = _in_two(exact * gl.exp2(-exponent))
     targets = halves + place * 2 * size + columns
     gl.store(targets, high, mask=inside)
     gl.store(targets + size, low, mask=inside)
@@ -293,7 +293,7 @@ def _of_stage(tiles, shift_tiles, stage):
 def _of_both(sums):
     """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
     high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
-    return high + low * (1.0 / LOW)
+    return high + low * (1.0 / _LOW)
 
 
 @gluon.jit
@@ -306,7 +306,7 @@ def _store_in_two(acc, out, target, row):
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
     begin, end, num_outputs = target
-    high, low = far_in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
+    high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
     store_halves(high, low, out, begin, end, row, num_outputs, STORE)
 
 
@@ -337,8 +337,8 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
         xs = x_tiles.index(stage).permute((1, 0))
-        values = to_float8(words, own, LAYOUT)
-        second_values = to_float8(second_words, second_own, LAYOUT)
+        values = _to_float8(words, own, LAYOUT)
+        second_values = _to_float8(second_words, second_own, LAYOUT)
         part = warpgroup_mma(values, xs, part, is_async=True)
         second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
         if TAKEN > 0:
@@ -700,11 +700,13 @@ class MxExperts:
     def of(
         cls, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
     ) -> MxExperts | None:
-        """None: other kernels compute such weights, or inputs of this dtype."""
+        """None: other kernels compute such weights, or inputs of this dtype or number."""
         up, down = weights.up, weights.down
         if not (isinstance(up, MxFloat4) and isinstance(down, MxFloat4)):
             return None
         if dtype != torch.bfloat16 or not _is_on_hopper(up.device):
+            return None
+        if max(up.shape[2], down.shape[2]) > MOST_INPUTS:
             return None
         up_tables = ExpertTables.of(up, num_first=up.shape[1] // 2)
         down_tables = ExpertTables.of(down) if up_tables is not None else None
