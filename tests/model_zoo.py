@@ -214,8 +214,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": MAX_POSITIONS // 4,
+                "factor": 32.0,
+                "original_max_position_embeddings": MAX_POSITIONS // 32,
                 "llama_4_scaling_beta": 0.5,
             },
         },

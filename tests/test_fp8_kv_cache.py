@@ -21,6 +21,9 @@ from octavo.errors import ConfigError, ModelError
 from octavo.ops import KVScales
 from octavo.registry import ATTENTION_BACKENDS
 
+# transformers 5.24 has another name for the argument, which older versions do not know.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 16, 33, 50)]
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -115,6 +118,10 @@ def test_the_scales_of_a_checkpoint_are_honoured(tmp_path: Path) -> None:
     scaled, unscaled = (expected(plain, each) for each in (SCALES, [KVScales()] * len(SCALES)))
     assert scaled != unscaled, "they make a difference"
     assert greedy(load(directory)) == scaled
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert greedy(load(directory)) == scaled, "without a word in config.json"
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -195,6 +202,13 @@ def setting(value: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (setting(torch.tensor(float("nan"))), "layers.1.self_attn.v_scale is nan"),
         (setting(torch.tensor(0.0)), "layers.1.self_attn.v_scale is 0.0"),
         (setting(torch.tensor(-1.0)), "layers.1.self_attn.v_scale is -1.0"),
+        (setting(torch.tensor(2)), r"layers.1.self_attn.v_scale is torch.int64; scales are"),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.1.self_attn.v_proj.output_scale": torch.tensor(9.0)}
+            ),
+            r"v(_proj.output)?_scale is [0-9.]+, but another v_scale of layer 1 is [0-9.]+",
+        ),
         (setting(torch.ones(2, 1)), r"v_scale has shape \[2, 1\]; octavo takes one scale"),
     ],
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from octavo.config import GIB, CacheConfig
-from octavo.core.kv.specs import FullAttention, SlidingWindow, group_layers
+from octavo.core.kv.specs import CrossAttention, FullAttention, SlidingWindow, group_layers
 from octavo.errors import OutOfMemory
 from octavo.memory_budget import (
     FixedMemory,
@@ -112,8 +113,17 @@ def test_a_sequence_that_cannot_fit_names_the_longest_that_does() -> None:
         check_model_len(got, SMALL, 41, chunk=16)
     message = str(raised.value)
     assert "max_model_len=41 needs 11 KV blocks, but there are 10" in message
-    assert "Set max_model_len to 40 or less, or give kv_cache_memory=12288" in message
+    assert "Give kv_cache_memory=12288, or set max_model_len to 40 or less" in message
     assert budget(CacheConfig(kv_cache_memory=12288)).num_blocks == 11
+
+
+def test_advice_that_would_not_help_is_not_given() -> None:
+    """No length fits beside the longest input of an encoder; a shorter input would."""
+    layout = group_layers([FullAttention(), CrossAttention()])
+    shape = replace(SMALL, layout=layout, encoder_len=44)
+    with pytest.raises(OutOfMemory, match="beside 44 tokens of encoder input needs 13") as raised:
+        check_model_len(budget(CacheConfig(block_size=4, num_blocks=10)), shape, 8, chunk=16)
+    assert str(raised.value).endswith("or lower max_num_batched_tokens, which limits that input")
 
 
 def test_a_window_makes_long_sequences_fit() -> None:

@@ -52,6 +52,10 @@ class ModelError(OctavoError):
     """A model directory that cannot be served; the message says why."""
 
 
+class UnservedOption(ModelError):
+    """An option of a model that octavo's own family does not implement."""
+
+
 class OutOfMemory(OctavoError):
     """Too little memory for the settings; the message names settings that would fit."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.errors import ModelError, shown
+from octavo.errors import ModelError, UnservedOption, shown
 
 MAX_FILE_BYTES = 64 << 20  # the index of a thousand shards has some megabytes
 MAX_COUNT = 1 << 31
@@ -82,7 +82,8 @@ class Fields:
         """What the value stands for."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in choices:
-            raise self.error(name, f"octavo knows {', '.join(sorted(choices))}")
+            error = self.error(name, f"octavo knows {', '.join(sorted(choices))}")
+            raise UnservedOption(str(error)) if isinstance(value, str) else error
         return choices[value]
 
     def names(self, name: str, default: list[str]) -> list[str]:
@@ -104,7 +105,7 @@ class Fields:
     def refuse(self, name: str, harmless: Any) -> None:
         """An option that octavo does not implement must have the value that turns it off."""
         if self.get(name, harmless) != harmless:
-            raise self.error(name, "octavo does not implement this option")
+            raise UnservedOption(str(self.error(name, "octavo does not implement this option")))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """A token id or a list of them; () when absent."""

@@ -254,10 +254,15 @@ def check_model_len(budget: MemoryBudget, shape: KVShape, max_model_len: int, ch
     if needed <= budget.num_blocks:
         return
     largest = shape.longest_sequence(budget.num_blocks, chunk, max_model_len)
+    beside, advice = "", f"Give kv_cache_memory={(needed + 1) * budget.block_bytes}"
+    if shape.encoder_len:
+        beside = f" beside {shape.encoder_len} tokens of encoder input"
+        advice += ", or lower max_num_batched_tokens, which limits that input"
+    if largest > 1:
+        advice += f", or set max_model_len to {largest} or less"
     raise OutOfMemory(
-        f"one sequence of max_model_len={max_model_len} needs {needed} KV blocks, but there are "
-        f"{budget.num_blocks}. Set max_model_len to {largest} or less, or give "
-        f"kv_cache_memory={(needed + 1) * budget.block_bytes}"
+        f"one sequence of max_model_len={max_model_len}{beside} needs {needed} KV blocks, but "
+        f"there are {budget.num_blocks}. {advice}"
     )
 
 

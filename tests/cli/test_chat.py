@@ -88,6 +88,13 @@ def test_a_model_without_a_chat_template(octavo: Octavo, tmp_path: Path) -> None
     assert f"error: model: {tmp_path} has no chat template" in result.stderr
 
 
+def test_a_model_with_an_encoder(octavo: Octavo) -> None:
+    """Refused at the start, not at each message."""
+    result = octavo("chat", "--model", model_directory("bart"), "--num-blocks", 100, stdin="hi\n")
+    assert result.exit_code == 1
+    assert result.output.count("has an encoder and no conversations; see `octavo generate`") == 1
+
+
 def test_ctrl_c_stops_the_answer_in_a_terminal() -> None:
     """The first one ends a long answer, the next one, at the prompt, only the line."""
     terminal, other_end = pty.openpty()

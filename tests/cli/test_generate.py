@@ -36,6 +36,13 @@ def test_the_command_gives_what_the_api_gives(octavo: Octavo, model: list[str]) 
     assert "preemptions: 0 by swap, 0 by recompute" in result.stderr
 
 
+def test_an_output_that_does_not_continue_its_prompt_has_its_own_line(octavo: Octavo) -> None:
+    model = ("--model", model_directory("bart"), "--num-blocks", 100)
+    result = octavo("generate", *model, PROMPT, "--max-tokens", 3, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == PROMPT
+
+
 def test_beams_and_samples_are_listed(octavo: Octavo, model: list[str]) -> None:
     beams = octavo("generate", *model, PROMPT, "--beam-width", 3, "--max-tokens", 6, "--quiet")
     assert beams.exit_code == 0, beams.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,9 @@ def test_spaces_behind_special_tokens_of_phi3(
         ({"tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokens": [1, 2]}, "ggml.tokens is .*; it must be an array of strings"),
         ({"token_type": [1, 2]}, "token_type has 2 elements for 320 tokens"),
+        ({"token_type": [1] * 319 + [7]}, r"token_type has 7 at \[319\]; types are 0 to 6"),
+        ({"token_type": [math.nan] * 320}, r"token_type has nan at \[0\]; types are 0 to 6"),
+        ({"model": "llama", "scores": [-1.0, math.inf] * 160}, r"scores has inf at \[1\]"),
         ({"eos_token_id": 320}, "eos_token_id is 320; the vocabulary has 320 tokens"),
         ({"add_bos_token": True, "bos_token_id": None}, "there is no tokenizer.ggml.bos_token_id"),
         ({"add_bos_token": "yes"}, "add_bos_token is 'yes'; it must be true or false"),

@@ -128,7 +128,7 @@ def test_options_that_cannot_work_are_refused(
 
 
 def test_a_model_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
-    with pytest.raises(OutOfMemory, match="Set max_model_len to 80 or less"):
+    with pytest.raises(OutOfMemory, match="set max_model_len to 80 or less"):
         make_executor(num_blocks=10, max_model_len=300)
     make_executor(num_blocks=10, max_model_len=80)
     # The model's own limit of 512 may be more than fits.

@@ -56,6 +56,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
             "deepseek_v2",
             "glm4_moe_lite",
             "minicpm3",
+            "sarvam_mla",
         ),
         _MLA,
     ),

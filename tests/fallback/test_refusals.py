@@ -37,6 +37,8 @@ def refused(directory: Path, model_type: str, **fields: Any) -> str:
     [
         ("mamba2", "its layers carry a state from token to token"),
         ("qwen3_next", "its layers carry a state from token to token"),
+        ("minimax", "carry a state from token to token (layer_types: linear_attention)"),
+        ("llama4_text", "its attention stays within chunks (layer_types: chunked_attention)"),
         ("diffllama", r"self_attn calls the attention more than once"),
         ("doge", "attends with a mask of its own"),
         ("gpt_neo", "does not go through transformers' attention interface"),
@@ -53,6 +55,18 @@ def test_a_model_is_refused_for_what_it_does(model_type: str, reason: str, tmp_p
 
 def test_a_mask_that_is_no_causal_window_is_refused(tmp_path: Path) -> None:
     assert "no causal window" in refused(tmp_path, "bert", is_decoder=False)
+
+
+def test_a_class_is_known_by_the_name_that_its_authors_gave_it(tmp_path: Path) -> None:
+    """transformers computes some models by another's class, and their files name their own."""
+    config = shrunken_config("arcee").to_dict()
+    for name in ("ArceeForCausalLM", "ArceeAgainForCausalLM"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        assert read_model_config(tmp_path).architecture == "ArceeForCausalLM"
+    for name in ("LlamaForCausalLM", "ArceeForSequenceClassification", "ArceeForSomething"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(ModelError, match="of arcee, octavo serves ArceeForCausalLM"):
+            read_model_config(tmp_path)
 
 
 def test_other_input_than_text_is_refused(tmp_path: Path) -> None:

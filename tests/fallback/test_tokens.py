@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fallback.shrunken
 import model_zoo
 from fallback.sweep import (
     GREEDY,
@@ -28,6 +29,8 @@ from octavo.models.registry import read_model_config
 MODEL_TYPES = (
     *("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "olmoe", "cohere2_moe"),
     *("nemotron", "gpt_bigcode", "apertus", "hunyuan_v1_dense", "minicpm3", "biogpt"),
+    # Whose files have queries, keys and values in one tensor (transformers 5.24).
+    *({"sarvam_moe"} & set(fallback.shrunken.MODEL_TYPES)),
 )
 MAX_MODEL_LEN = 80
 

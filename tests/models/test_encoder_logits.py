@@ -122,6 +122,50 @@ def test_sinusoids_of_an_odd_size() -> None:
     torch.testing.assert_close(table[4], torch.cat((angles.sin(), angles.cos()[:3])))
 
 
+def test_bart_as_it_was_pretrained(tmp_path: Path) -> None:
+    """Without prefix and without a bias of the logits."""
+    directory = changed(tmp_path, "bart", architectures=["BartModel"])
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    del tensors["final_logits_bias"]
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with torch.inference_mode():
+        want = model_zoo.load_reference(directory)(
+            input_ids=torch.tensor([DECODED[:20]]), decoder_input_ids=torch.tensor([DECODED])
+        ).logits[0]
+    harness = DenseHarness(load(directory), 60)
+    harness.encode({0: DECODED[:20]})
+    torch.testing.assert_close(harness.run({0: DECODED})[0], want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("flan-t5", True), ("mt5", True), ("t5", False)])
+def test_a_head_of_its_own_that_transformers_5_has_saved(
+    tmp_path: Path, name: str, kept: bool
+) -> None:
+    """It says that all models of these families tie their embeddings, and saves the head beside
+    them; what it scales, it says."""
+    directory = changed(tmp_path, name, tie_word_embeddings=True)
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["shared.weight"].flip(0) if kept else tensors["shared.weight"]
+    (directory / "model.safetensors").unlink()
+    save_file(
+        tensors | {"lm_head.weight": head.clone()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with torch.inference_mode():
+        want = model_zoo.load_reference(directory)(
+            input_ids=torch.tensor([DECODED[:20]]), decoder_input_ids=torch.tensor([DECODED])
+        ).logits[0]
+    harness = DenseHarness(load(directory), 60)
+    harness.encode({0: DECODED[:20]})
+    torch.testing.assert_close(harness.run({0: DECODED})[0], want, rtol=0, atol=2e-4)
+
+
 # -------------------------------------------------------------------- bad directories
 
 
@@ -172,7 +216,7 @@ def test_weights_that_contradict_the_config(
         ("t5", {"relative_attention_max_distance": 1e9}, "relative_attention_max_distance is"),
         ("t5", {"num_layers": 0}, "num_layers is 0"),
         ("t5", {"architectures": ["T5EncoderModel"]}, "octavo serves T5ForConditionalGeneration"),
-        ("bart", {"decoder_attention_heads": 5}, "does not divide into 5 heads"),
+        ("bart", {"decoder_attention_heads": 5}, "decoder_attention_heads is 5; it must divide"),
         ("bart", {"normalize_before": True}, "normalize_before is True; octavo does not"),
         ("marian", {"decoder_vocab_size": 321}, "decoder_vocab_size is 321"),
         ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embed"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import model_zoo
-from octavo.errors import ModelError
+from octavo.errors import ModelError, OutOfMemory
 from octavo.models.loader import (
     build_model,
     fill_with_noise,
@@ -205,6 +205,16 @@ def test_truncated_files(num_bytes: int, tmp_path: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not a safetensors"):
+        logits(directory)
+
+
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, framework: str) -> None:
+        raise RuntimeError(f"unable to mmap 5 bytes from file <{path}>: Cannot allocate memory")
+
+    directory = changed(tmp_path, "llama", lambda t: None)
+    monkeypatch.setattr("octavo.models.safetensors_files.safe_open", refuse)
+    with pytest.raises(OutOfMemory, match=r"model\.safetensors cannot be mapped into memory: un"):
         logits(directory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,41 @@ def test_the_text_part_of_a_model_with_images(prefix: str, tmp_path: Path) -> No
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": 5}))
     with pytest.raises(ModelError, match="text_config is 5; it must be a JSON object"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("name", ["mistral", "ministral3"])
+def test_the_text_part_of_mistral_3(name: str, has_head: bool, tmp_path: Path) -> None:
+    """Whether there is a head of its own is what the files say, whatever tie_word_embeddings does,
+    as in transformers."""
+    text = model_zoo.model_directory(name)
+    fields = json.loads((text / "config.json").read_text())
+    tensors = load_file(text / "model.safetensors")
+    if not has_head:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tied = tmp_path / "text"
+    shutil.copytree(text, tied)
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    want = expected(model_zoo.load_reference(tied), PROMPT)
+    whole = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": fields | {"tie_word_embeddings": True},
+        "vision_config": {"hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    if not has_head:
+        del tensors["lm_head.weight"]
+    renamed = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
+    renamed["vision_tower.ln_pre.weight"] = torch.ones(8)
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert_equal(DenseHarness(load(tmp_path), len(PROMPT)).run({0: PROMPT})[0], want)
+    config = read_model_config(tmp_path)
+    assert (config.family, config.tied_embeddings) == ("mistral3", not has_head)
+    whole["text_config"] = fields | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ModelError, match="text_config: model_type is 'llama'; octavo knows mini"):
         read_model_config(tmp_path)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.config import ModelImpl
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.config import EmbeddingScale, PositionTable, RotaryConfig
+from octavo.layers.config import EmbeddingScale, PositionTable, QueryScaleConfig, RotaryConfig
 from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
@@ -515,7 +516,7 @@ GPT_J = {
     "vocab_size": 50400,
 }
 MPT_7B = {
-    "architectures": ["MptForCausalLM"],
+    "architectures": ["MPTForCausalLM"],
     "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False},
     "d_model": 4096,
     "expansion_ratio": 4,
@@ -734,6 +735,10 @@ def test_a_rotary_embedding_per_kind_of_layer(tmp_path: Path) -> None:
     scaled = GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     wanted = RotaryConfig(256, 1e6, "linear", 8.0), RotaryConfig(256, 1e4)
     assert read(tmp_path, scaled).rotaries == wanted
+    with pytest.raises(ModelError, match=r"type is 'linear'; transformers .* name it rope_type"):
+        read(tmp_path, GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "type": "linear"}})
+    named_twice = {"factor": 8.0, "type": "linear", "rope_type": "linear"}
+    assert read(tmp_path, GEMMA_3_1B | {"rope_scaling": named_twice}).rotaries == wanted
     new: dict[str, Any] = {
         key: value for key, value in scaled.items() if not key.startswith("rope_")
     }
@@ -745,6 +750,25 @@ def test_a_rotary_embedding_per_kind_of_layer(tmp_path: Path) -> None:
     full, sliding = read(tmp_path, OLMO_3_7B).rotaries
     assert (full.kind, sliding.kind) == ("yarn", "default")
     assert full.theta == sliding.theta == 500000.0
+
+
+def test_the_class_may_have_the_name_that_its_authors_gave_it(tmp_path: Path) -> None:
+    """Not that of transformers; of a class with another head there is none."""
+    for name in ("MPTForCausalLM", "MptForCausalLM"):
+        assert read(tmp_path, MPT_7B | {"architectures": [name]}).architecture == "MptForCausalLM"
+    with pytest.raises(
+        ModelError, match=r"architectures is .*; of mpt, octavo serves MptForCausal"
+    ):
+        read(tmp_path, MPT_7B | {"architectures": ["MptForSequenceClassification"]})
+
+
+def test_transformers_is_named_only_where_it_may_help(tmp_path: Path) -> None:
+    """Not for types that are refused there, too, nor where octavo's own family was asked for."""
+    for fields in (MPT_7B | {"expansion_ratio": 8}, COMMAND_R | {"use_qk_norm": True}):
+        model_impl: ModelImpl = "native" if fields["model_type"] == "cohere" else "auto"
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ModelError, match=r"octavo does not implement this option$"):
+            read_model_config(tmp_path, model_impl)
 
 
 def test_scales_and_soft_caps(tmp_path: Path) -> None:
@@ -766,8 +790,7 @@ def test_scales_and_soft_caps(tmp_path: Path) -> None:
     assert command.final_norm.multiplier == 0.25
 
 
-def test_ministral_3_within_its_original_context(tmp_path: Path) -> None:
-    """Beyond it, queries would have to grow with their position."""
+def test_queries_of_ministral_3_grow_with_their_position(tmp_path: Path) -> None:
     fields = {
         **MISTRAL_7B,
         "architectures": ["Ministral3ForCausalLM"],
@@ -782,10 +805,11 @@ def test_ministral_3_within_its_original_context(tmp_path: Path) -> None:
     }
     for given in (fields, fields | {"rope_parameters": rope}):
         config = read(tmp_path, given)
-        assert config.max_model_len == 16384
+        assert config.max_model_len == 262144
         assert config.rotaries[0].kind == "yarn"
+        assert config.layers[0].attention.query_scale == QueryScaleConfig(0.1, 16384)
     constant = fields | {"rope_parameters": rope | {"llama_4_scaling_beta": 0}}
-    assert read(tmp_path, constant).max_model_len == 262144
+    assert read(tmp_path, constant).layers[0].attention.query_scale is None
     with pytest.raises(ModelError, match="rope_parameters: llama_4_scaling_beta is 'x'; it must"):
         read(tmp_path, fields | {"rope_parameters": rope | {"llama_4_scaling_beta": "x"}})
     with pytest.raises(ModelError, match="rope_parameters is 3; it must be a JSON object"):
@@ -962,7 +986,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
             {"activation_function": ["relu"]},
             r"activation_function is \['relu'\]; octavo knows",
         ),
-        (GPT2, {"n_head": 7}, "a hidden size of 768 does not divide into 7 heads"),
+        (GPT2, {"n_head": 7}, r"n_head is 7; it must divide the hidden size \(768\)"),
         (GPT2, {"n_layer": 0}, "n_layer is 0; it must be a positive integer"),
         (GPT2, {"n_layer": True}, "n_layer is True; it must be a positive integer"),
         (GPT2, {"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small'; it must be a pos"),
@@ -1105,7 +1129,11 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (OLMO_2_7B, {"layer_types": ["sliding_attention"] * 32}, "every layer .* full_attention"),
         (OLMO_3_7B, {"rope_parameters": {"x": {}}, "rope_scaling": None}, "each kind of layer"),
         (GLM_4_0414, {"hidden_act": "relu"}, "hidden_act is 'relu'; octavo knows"),
-        (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm is True; octavo does not implement"),
+        (
+            COMMAND_R,
+            {"use_qk_norm": True},
+            r"octavo does not implement this option; transformers may compute it \(model_impl='tra",
+        ),
         (COMMAND_R7B, {"logit_scale": 0}, "logit_scale is 0; it must be a positive number"),
         (COMMAND_R7B, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be a"),
         (GPT_J, {"rotary_dim": 65}, "rotary_dim is 65; it must be even"),
@@ -1119,7 +1147,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (MPT_7B, {"attn_config": [1]}, r"attn_config is \[1\]; it must be a JSON object"),
         (MPT_7B, {"expansion_ratio": 8}, "expansion_ratio is 8; octavo does not implement"),
         (MPT_7B, {"d_model": 1 << 20, "n_heads": 1 << 20}, "n_heads is 1048576; it must be a posi"),
-        (BLOOM_560M, {"n_head": 7}, "a hidden size of 1024 does not divide into 7 heads"),
+        (BLOOM_560M, {"n_head": 7}, r"n_head is 7; it must divide the hidden size \(1024\)"),
         (
             BLOOM_560M,
             {"apply_residual_connection_post_layernorm": True},

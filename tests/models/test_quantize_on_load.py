@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.ops.cpu.int8 import has_int8_product
 from octavo.ops.linear import make_linear_kernel
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
@@ -29,6 +29,27 @@ def form_of(name: str, weight: Tensor) -> QuantizedWeight:
     if name == "int8":
         return GroupedInt.quantize(weight, 8, size)
     return GroupedInt.quantize(weight, 4, 64 if size == 192 else 128)
+
+
+def test_little_is_in_float32_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few outputs at a time, which changes no value; and freed memory is returned on the way."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    directory = write_model("llama3", tmp_path, **sizes)
+
+    def tokens_and_errors(name: str) -> tuple[list[list[int]], str]:
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="octavo.models.loader"):
+            return generated(directory, quantization=name), caplog.text
+
+    expected = [tokens_and_errors(name) for name in ("fp8", "int8", "int4")]
+    returned: list[None] = []
+    monkeypatch.setattr("octavo.ops.quantized.CHUNK_ELEMENTS", 3 * 128)
+    monkeypatch.setattr("octavo.models.loader.PASSED_ELEMENTS", 2 * 128 * 192)
+    monkeypatch.setattr("octavo.models.loader.return_freed_memory", lambda: returned.append(None))
+    assert [tokens_and_errors(name) for name in ("fp8", "int8", "int4")] == expected
+    assert len(returned) > 3 * 7
 
 
 def generated(directory: Path, **options: object) -> list[list[int]]:
@@ -109,6 +130,25 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             LLM(str(directory), **options)
         assert caught.value.field == "quantization"
+
+
+def test_weights_that_cannot_be_quantized_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Groups of 32 divide 64 inputs, and not 80; nor 48."""
+    some = write_model("llama3", tmp_path / "some", hidden_size=64, intermediate_size=80)
+    with LLM(str(some), quantization="int4", num_blocks=8):
+        assert "3 weights are not quantized: layers.0.mlp.down_proj.weight, " in caplog.text
+    none = write_model("llama3", tmp_path / "none", hidden_size=48, intermediate_size=80)
+    message = "none of the weights can be quantized so: groups of 32 do not divide .* 18 more"
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(none), quantization="int4", num_blocks=8)
+    for name, value in (("fp8", torch.nan), ("int8", torch.inf), ("int4", -torch.inf)):
+        tensors = load_file(some / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
+        save_file(tensors, some / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has values that"):
+            LLM(str(some), quantization=name, num_blocks=8)
 
 
 @pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model_zoo import model_directory
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.layers.base import WeightSlot
@@ -101,8 +102,21 @@ def test_weights_stay_quantized(name: str) -> None:
     if name in ("bitsandbytes_nf4", "bitsandbytes_fp4"):
         expected: type = Tensor
     else:
-        expected = ScaledFloat8 if name.startswith(("fp8", "torchao")) else GroupedInt
+        is_float = name == "torchao" or name.startswith("fp8")
+        expected = ScaledFloat8 if is_float else GroupedInt
     assert kinds == {expected}
+
+
+def test_static_scales_of_inputs_are_not_read(tmp_path: Path) -> None:
+    """By either name; inputs are rounded with scales of their own."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for name in ("input_scale", "activation_scale"):
+            tensors[f"{K_PROJ}{name}"] = torch.tensor(0.01)
+
+    directory = changed(tmp_path, "fp8_transformers", add, {"activation_scheme": "static"})
+    for key, weight in loaded(SAMPLES / "fp8_transformers").items():
+        assert torch.equal(loaded(directory)[key], weight)
 
 
 def test_merged_projections_of_different_forms_are_dequantized(
@@ -167,6 +181,105 @@ def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
     tensors = load_file(SAMPLES / "gptq" / "model.safetensors")
     scales = tensors[f"{K_PROJ}scales"].float()[tensors[f"{K_PROJ}g_idx"].long()].t()
     assert torch.allclose(shuffled / scales.flip(1), weight / scales, atol=1e-4)
+
+
+def test_scales_of_inputs_are_left_out(tmp_path: Path) -> None:
+    """As transformers' fp8 writes those of one number for all inputs: without dimensions."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = f"{K_PROJ}weight_scale_inv"
+        tensors |= {name: tensors[name].view(()), f"{K_PROJ}activation_scale": torch.tensor(0.1)}
+
+    config = {"activation_scheme": "static"}
+    directory = changed(tmp_path, "fp8_transformers", change, config)
+    name = "layers.0.self_attn.k_proj.weight"
+    assert torch.equal(loaded(directory)[name], loaded(SAMPLES / "fp8_transformers")[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_bitsandbytes_may_be_of_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = f"{K_PROJ}weight"
+        tensors[name] = tensors[name].flatten().view(dtype).unsqueeze(1)
+
+    found = loaded(changed(tmp_path, "bitsandbytes_nf4", change))
+    name = "layers.0.self_attn.k_proj.weight"
+    assert torch.equal(found[name], loaded(SAMPLES / "bitsandbytes_nf4")[name])
+
+
+GATE, UP = (f"layers.0.mlp.{each}_proj" for each in ("gate", "up"))
+
+
+def weights_of(bits: int, group: int | None) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "group_size": group, "symmetric": True}
+
+
+def test_groups_of_config_groups_differ(tmp_path: Path) -> None:
+    """Gates of 4 bits beside ups of 8, packed, in groups of 32 and of all inputs; and int8."""
+    other, int8 = load_file(SAMPLES / "packed_int8" / "model.safetensors"), SAMPLES / "int8"
+
+    def mix(tensors: dict[str, Tensor]) -> None:
+        replace_module(tensors, other, f"model.{UP}.")
+        replace_module(tensors, load_file(int8 / "model.safetensors"), K_PROJ)
+
+    eight = json.loads((SAMPLES / "packed_int8" / "config.json").read_text())
+    [group] = eight["quantization_config"]["config_groups"].values()
+    fields = json.loads((SAMPLES / "packed_int4" / "config.json").read_text())
+    [usual] = fields["quantization_config"]["config_groups"].values()
+    groups = {
+        "a": usual | {"targets": ["Linear"]},
+        "b": group | {"targets": ["re:.*up_proj$"]},
+        "c": {
+            "targets": [K_PROJ[:-1]],
+            "format": "int-quantized",
+            "weights": weights_of(8, None),
+        },
+    }
+    directory = changed(tmp_path, "packed_int4", mix, {"config_groups": groups})
+    found = loaded(directory)
+    for name, sample in {GATE: "packed_int4", UP: "packed_int8", K_PROJ[6:-1]: "int8"}.items():
+        assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+    with LLM(str(directory), dtype="float32", num_blocks=8) as llm:
+        assert len(llm.generate([[5, 9]], use_tqdm=False)[0].outputs[0].token_ids) > 0
+    lacking = changed(
+        tmp_path, "packed_int4", mix, {"config_groups": {"b": groups["b"]} | {"c": groups["c"]}}
+    )
+    with pytest.raises(ModelError, match=r"none of config_groups in config\.json has .*down_proj"):
+        loaded(lacking)
+
+
+def test_modules_of_gptq_differ(tmp_path: Path) -> None:
+    other = load_file(SAMPLES / "gptq_int8" / "model.safetensors")
+    directory = changed(
+        tmp_path,
+        "gptq",
+        lambda tensors: replace_module(tensors, other, f"model.{UP}."),
+        {"dynamic": {"-:.*gate_proj": {}, "+:.*up_proj": {"bits": 8}, ".*_proj": {"bits": 4}}},
+    )
+    found = loaded(directory)
+    for name, sample in {GATE: "gptq", UP: "gptq_int8"}.items():
+        assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+
+
+def replace_module(tensors: dict[str, Tensor], other: dict[str, Tensor], module: str) -> None:
+    """Put a module of another checkpoint into this one's place."""
+    for name in [name for name in tensors if name.startswith(module)]:
+        del tensors[name]
+    tensors |= {name: each for name, each in other.items() if name.startswith(module)}
+
+
+def test_int8_in_groups_of_inputs(tmp_path: Path) -> None:
+    """As compressed-tensors stores 4 bits whose inputs are rounded."""
+    scales = torch.rand(64, 4) + 0.1
+    zeros = torch.randint(-8, 8, (64, 4), dtype=torch.int8)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors |= {f"{K_PROJ}weight_scale": scales, f"{K_PROJ}weight_zero_point": zeros}
+
+    directory = changed(tmp_path, "int8", change)
+    weight = load_file(SAMPLES / "int8" / "model.safetensors")[f"{K_PROJ}weight"].float()
+    expected = (weight - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+    assert torch.equal(loaded(directory)["layers.0.self_attn.k_proj.weight"], expected)
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
@@ -269,6 +382,56 @@ def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_p
         loaded(changed(tmp_path, name, change))
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "torchao"])
+def test_a_weight_is_there_once(name: str, tmp_path: Path) -> None:
+    """Not beside another one that is not quantized, and not in two files."""
+    twice = replaced("weight", torch.ones(64, 128))
+    with pytest.raises(ModelError, match=r"k_proj\.\w+ is there, and so is .*k_proj\.weight"):
+        loaded(changed(tmp_path, name, twice))
+    directory = changed(tmp_path, name)
+    in_two_files(directory, lambda key: key.startswith(K_PROJ) and "scale" in key)
+    with pytest.raises(ModelError, match=r"k_proj\.\w*scales? is also in model-1\.safetensors"):
+        loaded(directory)
+
+
+def test_weights_that_are_rounded_on_load_are_there_once(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("llama"), tmp_path, dirs_exist_ok=True)
+    in_two_files(tmp_path, lambda key: key == f"{K_PROJ}weight")
+    with pytest.raises(ModelError, match=r"model-2.*k_proj\.weight is also in another file"):
+        LLM(str(tmp_path), quantization="int8", num_blocks=8)
+
+
+def in_two_files(directory: Path, choose: Callable[[str], bool]) -> None:
+    """The model's weights in one file, and the chosen ones, with other values, in another, too."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    again = {key: each * 2 for key, each in tensors.items() if choose(key)}
+    save_file(tensors, directory / "model-1.safetensors")
+    save_file(again, directory / "model-2.safetensors")
+    weight_map = {key: "model-1.safetensors" for key in tensors}
+    first = next(iter(again))
+    index = {"weight_map": weight_map | {first: "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("zeros", "message"),
+    [
+        (
+            torch.full((64, 1), 1.5),
+            r"weight_zero_point is torch\.float32; zero points are integers",
+        ),
+        (torch.full((64, 1), torch.nan), r"weight_zero_point is torch\.float32; zero"),
+        (torch.full((64, 1), 300), r"has 300 at \[0, 0\]; zero points are from -128 to 127"),
+        (torch.full((64, 1), 1 << 40), r"has 1099511627776 at \[0, 0\]; zero points are from"),
+    ],
+)
+def test_impossible_zero_points(zeros: Tensor, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        loaded(changed(tmp_path, "int8", replaced("weight_zero_point", zeros)))
+
+
 def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str, Tensor | None]]:
     """A tensor that holds a part of a weight, broken in ways that must all be noticed."""
     yield "removed", None
@@ -297,9 +460,11 @@ def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
     """Every format: parts that lack, are too short, of another type, or hold impossible values."""
     directory = changed(tmp_path, name)
     whole = load_file(directory / "model.safetensors")
-    is_integer = name.startswith(("awq", "gptq", "packed", "int8"))
+    is_integer = name.startswith(("awq", "gptq", "packed", "int8", "torchao_int"))
     parts = {key: each for key, each in whole.items() if key.startswith(K_PROJ)}
     may_lack = {"g_idx", "weight_format"}  # the first without desc_act
+    if name == "torchao_int8":
+        may_lack.add("_weight_zero_point")
     for key, tensor in parts.items():
         part = key.removeprefix(K_PROJ)
         for kind, broken in corrupted(part, tensor, is_integer):

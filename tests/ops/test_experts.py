@@ -543,28 +543,31 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "block_rows", "epilogue", "size"),
+    ("num_tokens", "num_experts", "block_rows", "epilogue", "size"),
     [
-        (1, 16, Epilogue.CLAMPED_SWIGLU, 320),
-        (1, 16, Epilogue.SILU_MUL, 1184),  # two blocks of each warp
+        (1, 5, 16, Epilogue.CLAMPED_SWIGLU, 320),
+        (1, 5, 16, Epilogue.SILU_MUL, 1184),  # two blocks of each warp
         pytest.param(  # two stages for a unit of gates
-            *(1, 16, Epilogue.CLAMPED_SWIGLU, 3200), marks=pytest.mark.slow
+            *(1, 5, 16, Epilogue.CLAMPED_SWIGLU, 3200), marks=pytest.mark.slow
         ),
-        (3, 16, Epilogue.SILU_MUL, 320),
-        (26, 32, Epilogue.CLAMPED_SWIGLU, 320),
-        (40, 64, Epilogue.CLAMPED_SWIGLU, 320),
+        (3, 5, 16, Epilogue.SILU_MUL, 320),
+        (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 320),
+        (26, 5, 32, Epilogue.CLAMPED_SWIGLU, 320),
+        (40, 5, 64, Epilogue.CLAMPED_SWIGLU, 320),
     ],
 )
 def test_mxfp4_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
     num_tokens: int,
+    num_experts: int,
     block_rows: int,
     epilogue: Epilogue,
     size: int,
 ) -> None:
     """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
     that no tile divides, tiles that programs claim, blocks of several tiles of tokens, and tiles of
-    which more or less is computed."""
+    which more or less is computed, or whose inputs are fetched four tokens at a time: of six, which
+    all take the same experts."""
     for module, name in (
         (experts_mx_hopper, "grouped_mx_kernel"),
         (experts_mx_hopper, "split_kernel"),
@@ -576,13 +579,16 @@ def test_mxfp4_on_hopper(
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
     monkeypatch.setattr(experts_one_mx, "num_sms", lambda device: 2)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
-    config = RoutingConfig(num_experts=5, top_k=3)
+    config = RoutingConfig(num_experts=num_experts, top_k=3)
     inner = 160
     dense = expert_weights(config.num_experts, size, inner, CPU, has_bias=True)
     forms = [quantized("mx_float4-near", each) for each in dense[:2]]
     weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
     x = (numbers(num_tokens, size)).bfloat16()
+    if num_tokens == 6:
+        x = x[:1] + x * 2**-6
     routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
+    assert num_tokens != 6 or len(routed.ids.unique()) == 3
     x *= 300
     x[:, 5] *= 1e3
     experts = experts_mx_hopper.MxExperts.of(weights, epilogue, x.dtype)
@@ -604,6 +610,34 @@ def test_mxfp4_on_hopper(
         assert after[1].isnan().all()
         assert not after[2].isfinite().any()
         assert torch.equal(after[others], got[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("are_alike", [False, True])
+@pytest.mark.parametrize("num_tokens", [2, 8, 9])
+def test_mxfp4_of_few_tokens_on_hopper(num_tokens: int, are_alike: bool) -> None:
+    """With and without about one token for each expert; each launch gives the same bits."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    device = torch.device("cuda")
+    config = RoutingConfig(num_experts=32, top_k=4)
+    size, inner = 704, 320
+    dense = expert_weights(config.num_experts, size, inner, device, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    x = numbers(num_tokens, size, device=device).bfloat16()
+    if are_alike:
+        x = x[:1] + x * 2**-6
+    router = RouterWeights(*_as(torch.bfloat16, router_weights(config, size, device)))
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    experts = experts_mx_hopper.MxExperts.of(weights, Epilogue.CLAMPED_SWIGLU, x.dtype)
+    assert experts is not None
+    got = experts.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    assert (total(got) - wanted).norm() < 3e-3 * wanted.norm()
+    for _ in range(50):
+        assert torch.equal(experts.apply_partial(x, routed), got)
 
 
 def test_mxfp4_that_tables_cannot_hold(

@@ -53,6 +53,16 @@ FORMS: dict[str, Make] = {
 forms = pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 
 
+@forms
+@pytest.mark.parametrize("shape", [(300, 384), (3, 130, 384)])
+def test_values_in_another_dtype(
+    make: Make, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = make(dense(*shape))
+    monkeypatch.setattr("octavo.ops.quantized.CHUNK_ELEMENTS", 7 * 384)
+    assert torch.equal(form.dense(torch.bfloat16), form.dequantize().to(torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [("float8-row", 2**-4), ("float8-block", 2**-4), ("int4", 0.15), ("int8-row", 0.02)],

@@ -432,7 +432,7 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize(("num_tokens", "size"), [(2, 272), (8, 2304), (13, 720)])
+@pytest.mark.parametrize(("num_tokens", "size"), [(2, 272), (8, 2304), (13, 720), (40, 272)])
 def test_inputs_of_few_tokens_are_two_numbers_each(
     hopper: torch.device, num_tokens: int, size: int, epilogue: Epilogue
 ) -> None:

@@ -41,6 +41,10 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
     """
     show_log(quiet=True, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
+        if llm.engine.model_config.encoder is not None:
+            raise InvalidRequest(
+                "model", f"{model} has an encoder and no conversations; see `octavo generate`"
+            )
         tokenizer = llm.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise InvalidRequest(

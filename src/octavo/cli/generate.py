@@ -71,11 +71,12 @@ def generate(
             params = make_sampling_params(llm, sampling)
             outputs = llm.generate(texts, params, use_tqdm=progress)
         seconds = time.perf_counter() - start
+        continues = llm.engine.model_config.encoder is None
         for output in outputs:
             if as_json:
                 click.echo(json.dumps(asdict(output), ensure_ascii=False))
             else:
-                print_output(output, llm.tokenizer)
+                print_output(output, llm.tokenizer, continues)
         if not quiet:
             num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
             click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)
@@ -120,12 +121,14 @@ def make_beam_params(beam: dict[str, Any], sampling: dict[str, Any]) -> BeamSear
     return BeamSearchParams(**sampling, **given)
 
 
-def print_output(output: RequestOutput, tokenizer: Tokenizer | None) -> None:
-    """The prompt with its continuation, or a list of several."""
+def print_output(output: RequestOutput, tokenizer: Tokenizer | None, continues: bool) -> None:
+    """The prompt with its continuation, or a list of several. An output that does not continue its
+    prompt (`continues`), because the prompt was an encoder's input, has a line of its own."""
     prompt = click.style(output.prompt or "", bold=True)
     if len(output.outputs) == 1:
         [only] = output.outputs
-        click.echo(f"{prompt}{only.text}")
+        click.echo(prompt, nl=not continues)
+        click.echo(only.text)
         print_logprobs(only, tokenizer)
     else:
         click.echo(prompt)

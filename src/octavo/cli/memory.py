@@ -89,6 +89,8 @@ def memory(
     except OutOfMemory:
         if forms and not as_json:
             show(forms_table(forms), "")
+            if choice is not None:
+                show(f"--quantization auto: {choice}", "")
         raise
     if as_json:
         values = budget.values(lengths)

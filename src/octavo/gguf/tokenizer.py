@@ -8,6 +8,7 @@ BPE splits a text first, is known by the name that the file gives it (`tokenizer
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ PADDING_TOKEN = re.compile(r"\[PAD\d+\]")
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
 
+    UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -238,6 +240,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple
     if scores is None or len(scores) != len(tokens):
         count = "no" if scores is None else len(scores)
         raise ModelError(f"{file.path}: {SCORES} has {count} elements for {len(tokens)} tokens")
+    for number, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise ModelError(f"{file.path}: {SCORES} has {score} at [{number}]")
     if (file.text("general.architecture") or "").startswith("gemma"):
         scores = [-float(i) for i in range(len(tokens))]  # whose pieces are in the order of merges
     vocabulary = _vocabulary(tokens, types)
@@ -328,6 +333,12 @@ def _types(file: GgufFile) -> list[int]:
         return [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path}: {TYPES} has {len(types)} elements for {len(tokens)} tokens")
+    known = frozenset(TokenType)
+    for number, each in enumerate(types):
+        if each not in known:  # NaN and fractions, too
+            raise ModelError(
+                f"{file.path}: {TYPES} has {each} at [{number}]; types are 0 to {max(known):d}"
+            )
     return [int(each) for each in types]
 
 

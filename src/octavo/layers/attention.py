@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import AttentionConfig, NormConfig, RelativeBiasConfig
+from octavo.layers.config import (
+    AttentionConfig,
+    NormConfig,
+    QueryScaleConfig,
+    RelativeBiasConfig,
+)
 from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
@@ -81,6 +86,21 @@ class RelativePositionBias(WeightOwner):
         return behind + torch.where(distances < num_exact, distances, far)
 
 
+class QueryScale:
+    """What queries are multiplied by, in all layers that share it; see QueryScaleConfig."""
+
+    factors: Tensor
+    """Of the queries of a step: float32 [num_tokens, 1, 1]."""
+
+    def __init__(self, config: QueryScaleConfig, max_positions: int, device: torch.device) -> None:
+        periods = torch.arange(max_positions, device="cpu") // config.period
+        self._table = (1 + config.beta * torch.log(1 + periods)).to(device)
+
+    def begin(self, positions: Tensor) -> None:
+        """Before the layers of a step, whose tokens are at `positions` [num_tokens]."""
+        self.factors = self._table[positions].view(-1, 1, 1)
+
+
 class Attention(nn.Module):
     """Owns the projections around one layer's attention, and norms and sinks of heads, if any."""
 
@@ -94,8 +114,9 @@ class Attention(nn.Module):
         rotary: RotaryTable | None,
         communicator: Communicator,
         relative_bias: RelativePositionBias | None = None,
+        query_scale: QueryScale | None = None,
     ) -> None:
-        """relative_bias: owned by another module, which several layers may share."""
+        """relative_bias, query_scale: owned by another module, which several layers may share."""
         super().__init__()
         self._communicator = communicator
         self.sinks = AttentionSinks(config.num_heads, config.shard) if config.sinks else None
@@ -110,6 +131,7 @@ class Attention(nn.Module):
             window=config.window,
         )
         self.rotary = rotary
+        self._query_scale = query_scale
         self.qkv = make_linear(config.qkv)
         self.head_norms: tuple[Norm, Norm] | None = None  # which the backend applies
         self._own_norms: tuple[Norm, Norm] | None = None
@@ -153,6 +175,8 @@ class Attention(nn.Module):
             query, key = _normalise(query_norm, query), _normalise(key_norm, key)
         elif self._sharded_norms is not None:
             query, key = self._normalise_together(*self._sharded_norms, query, key)
+        if self._query_scale is not None:  # before the rotation, which is linear
+            query = query * self._query_scale.factors.to(query.dtype)
         return backend.forward(spec.layer_id, query, key, value, self.rotary, self.head_norms)
 
     def _normalise_together(

@@ -55,7 +55,7 @@ class WeightSlot:
         content = self.content
         if isinstance(content, Tensor):
             return content.mT if self.is_transposed else content
-        return content.dequantize().to(self.dtype)
+        return content.dense(self.dtype)
 
     def clear(self) -> None:
         """Let go of what was put in."""

@@ -45,6 +45,14 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaleConfig:
+    """By how much queries grow with their position: 1 + beta ln(1 + floor(position / period))."""
+
+    beta: float
+    period: int  # the original context, in which it is 1
+
+
+@dataclass(frozen=True, slots=True)
 class PositionTable:
     """A vector per position that is added to the embedding: position p is row p + offset.
 
@@ -163,6 +171,7 @@ class AttentionConfig:
     scale: float  # of the scores
     window: int | None = None  # the query at p reads keys p - window + 1 .. p; None: 0 .. p
     rotary: int | None = None  # index of the model's rotary embeddings; None: no rotary embedding
+    query_scale: QueryScaleConfig | None = None
     # How products of queries and keys become weights; see ops.ScoreFunction.
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None  # per query head

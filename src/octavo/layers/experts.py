@@ -327,10 +327,8 @@ def _content(slot: WeightSlot) -> Tensor | QuantizedWeight:
 
 
 def _dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """In the model's dtype, one expert after the other: float32 takes twice the memory."""
-    if isinstance(weight, Tensor):
-        return weight.contiguous()
-    return torch.stack([weight[i].dequantize().to(dtype) for i in range(weight.shape[0])])
+    """In the model's dtype."""
+    return weight.contiguous() if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
 def _stacked(
@@ -345,10 +343,7 @@ def _stacked(
             warn_once("experts are dequantized: some are not quantized, or otherwise")
     except FormError as error:
         warn_once(f"experts are dequantized: {error}")
-    dense = [
-        each.dequantize().to(dtype) if isinstance(each, QuantizedWeight) else each
-        for each in contents
-    ]
+    dense = [each.dense(dtype) if isinstance(each, QuantizedWeight) else each for each in contents]
     return torch.stack(dense)
 
 

@@ -74,10 +74,12 @@ class LayerConfig:
         Quantized ones between experts are left out: that was not measured, or loses.
         """
         norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
-        is_alone = self.attention.shard.size == 1 and self.cross_attention is None
-        follow_each_other = norms_inputs and is_alone and self.attention.width_norm is None
+        attention = self.attention
+        is_alone = attention.shard.size == 1 and self.cross_attention is None
+        is_plain = attention.width_norm is None and attention.query_scale is None
+        follow_each_other = norms_inputs and is_alone and is_plain
         if isinstance(self.mlp, ExpertsConfig):
-            is_quantized = self.attention.linear_method == "quantized"
+            is_quantized = attention.linear_method == "quantized"
             return follow_each_other and self.mlp.shared is None and not is_quantized
         return follow_each_other
 

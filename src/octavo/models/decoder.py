@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
@@ -10,7 +10,13 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.attention import Attention, CrossAttention, RelativePositionBias
+from octavo.layers.attention import (
+    Attention,
+    CrossAttention,
+    QueryScale,
+    RelativePositionBias,
+)
+from octavo.layers.config import QueryScaleConfig
 from octavo.layers.embedding import Embedding, LMHead, make_positions
 from octavo.layers.experts import Router, make_mlp
 from octavo.layers.linear import make_linear
@@ -29,6 +35,7 @@ class LayerContext(NamedTuple):
     num_layers: int
     rotaries: Sequence[RotaryTable]
     relative_biases: Sequence[RelativePositionBias]
+    query_scales: Mapping[QueryScaleConfig, QueryScale]
     communicator: Communicator
 
 
@@ -50,9 +57,12 @@ class DecoderLayer(nn.Module):
         bias = None
         if attention.relative_bias is not None:
             bias = context.relative_biases[attention.relative_bias]
+        scale = None
+        if attention.query_scale is not None:
+            scale = context.query_scales[attention.query_scale]
         before_attention, before_mlp = self.reduction_sites(layer_id)
         self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
-        self.attention = Attention(attention, layer_id, rotary, communicator, bias)
+        self.attention = Attention(attention, layer_id, rotary, communicator, bias, scale)
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
@@ -349,7 +359,15 @@ class Stack(nn.Module):
         rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
         biases = [RelativePositionBias(each) for each in config.relative_biases]
         self.relative_biases = nn.ModuleList(biases)
-        context = LayerContext(len(config.layers), rotaries, biases, communicator)
+        scales = {each.attention.query_scale for each in config.layers}
+        self._query_scales = {
+            each: QueryScale(each, config.max_model_len, device)
+            for each in scales
+            if each is not None
+        }
+        context = LayerContext(
+            len(config.layers), rotaries, biases, self._query_scales, communicator
+        )
         layers = [_make_layer(layer, i, context) for i, layer in enumerate(config.layers)]
         self.layers = nn.ModuleList(layers)
         last, norm = None, config.final_norm
@@ -376,6 +394,8 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Hidden states of the inputs, or of those at `logits_indices`; see CausalLM.forward."""
         hidden: Branches = self._begin(self.vectors(inputs), positions)
+        for scale in self._query_scales.values():
+            scale.begin(positions)
         residual: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:

@@ -59,7 +59,8 @@ class Format(NamedTuple):
     dense: str = ".weight"  # what the weight is called behind the module
     is_transposed: bool = False  # dense checkpoints have it as [..., in_features, out_features]
     ignored: str = (
-        r".*\.(input_scale|input_zero_point|output_scale|(q|k|v|kv)_scale|[kv]_zero_point)"
+        r".*\.((input|activation|output)_scale|input_zero_point"
+        r"|(q|k|v|kv)_scale|[kv]_zero_point)"
     )
 
 
@@ -129,28 +130,39 @@ def joined(
         device: where such weights are read to.
 
     Raises:
-        ModelError: a weight lacks one of its tensors; names it.
+        ModelError: a weight lacks one of its tensors, or is there twice; names it.
     """
     format_ = FORMATS[quantization.method]
-    stored = {name: (path, tensor) for path, name, tensor in tensors}
+    stored: dict[str, tuple[Path, StoredTensor]] = {}
+    for path, name, tensor in tensors:
+        if name in stored:
+            raise ModelError(f"{path}: {name} is also in {stored[name][0].name}")
+        stored[name] = path, tensor
     endings = tuple(format_.joint + marker for marker in format_.markers)
     for marker in [name for name in stored if name.endswith(endings)]:
         [ending] = [each for each in endings if marker.endswith(each)]
         module, (path, tensor) = marker.removesuffix(ending), stored.pop(marker)
         parts = {ending.removeprefix(format_.joint): tensor}
+        own = quantization.of_module(module)
+        if own is None:
+            raise ModelError(
+                f"{path}: {marker} is there, but none of config_groups in config.json has {module}"
+            )
         for line in (*format_.needed, *format_.optional):
             names = {name: module + format_.joint + name for name in line.split("|")}
             found = {short: stored.pop(name)[1] for short, name in names.items() if name in stored}
-            if not found and (line not in format_.optional or line in quantization.demanded):
+            if not found and (line not in format_.optional or line in own.demanded):
                 lacking = " or ".join(names.values())
                 raise ModelError(f"{path}: {marker} is there, but not {lacking}")
             parts |= found
         where = f"{path}: {module}"
+        if module + format_.dense in stored:
+            raise ModelError(f"{path}: {marker} is there, and so is {module}{format_.dense}")
         if quantization.is_ignored(module):
             raise ModelError(
                 f"{path}: {marker} is there, but config.json says that {module} is not quantized"
             )
-        weight = QuantizedTensor(where, format_, quantization, parts, device)
+        weight = QuantizedTensor(where, format_, own, parts, device)
         yield path, module + format_.dense, weight
     parts_alone = tuple(format_.joint + name for name in _parts_alone(format_))
     for name, (path, _) in stored.items():
@@ -178,9 +190,12 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     return _float8(parts, "weight", name, quantization)
 
 
-def _torchao(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """e4m3 times a scale per row or tensor."""
-    return _float8(parts, "_weight_qdata", "_weight_scale", quantization)
+def _torchao(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
+    """e4m3 or int8, times a scale per row, tensor or, of int8, group of inputs."""
+    names = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+    if quantization.form == "float8":
+        return _float8(parts, *names[:2], quantization)
+    return _whole_bytes(parts, names, quantization)
 
 
 def _float8(
@@ -216,18 +231,7 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         weight = parts["weight"]
         if weight.dtype == torch.float8_e4m3fn:
             return _float8(parts, "weight", "weight_scale", quantization)
-        if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
-            raise FormatError(
-                "weight",
-                f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
-                "torch.int8 in 2-D",
-            )
-        zeros = parts.get("weight_zero_point")
-        if zeros is not None:
-            zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1)
-            zeros = zeros.to(torch.int16) + 128
-        _check_scales(scale, "weight_scale", "not zero")
-        return _int8(weight, scale, "weight_scale", zeros, quantization.quantizes_inputs)
+        return _whole_bytes(parts, ("weight", "weight_scale", "weight_zero_point"), quantization)
     packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
     if "weight_shape" not in parts:
         raise FormatError("weight_shape", "is not there, and packed weights need it")
@@ -349,6 +353,45 @@ def _int8(
     return GroupedInt.from_values(unsigned, scale, zeros, 8, quantizes_inputs=quantizes_inputs)
 
 
+def _whole_bytes(
+    parts: Parts, names: tuple[str, str, str], quantization: Quantization
+) -> Tensor | QuantizedWeight:
+    """int8, of however few bits, with a scale for each row or group of inputs.
+
+    names: of the weight, its scales and, perhaps, its zero points.
+    """
+    weight, scale, zeros = parts[names[0]], parts[names[1]], parts.get(names[2])
+    if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
+        raise FormatError(
+            names[0],
+            f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
+            "torch.int8 in 2-D",
+        )
+    if scale.dim() == 2 and scale.shape[1] > 1:  # of groups
+        if zeros is not None:
+            zeros = _int8_zeros(zeros, names[2])
+        unsigned = weight.view(torch.uint8) ^ 128
+        return _grouped(unsigned, scale, zeros, quantization, None, (names[1], names[2], ""))
+    if zeros is not None:
+        zeros = _per_row(zeros, len(weight), names[2]).expand(len(weight), 1)
+        zeros = _int8_zeros(zeros, names[2])
+    _check_scales(scale, names[1], "not zero")
+    return _int8(weight, scale, names[1], zeros, quantization.quantizes_inputs)
+
+
+def _int8_zeros(zeros: Tensor, name: str) -> Tensor:
+    """Zero points of int8 as those of the values plus 128."""
+    if zeros.is_floating_point() or zeros.is_complex() or zeros.dtype == torch.bool:
+        raise FormatError(name, f"is {zeros.dtype}; zero points are integers")
+    wrong = (zeros < -128) | (zeros > 127)
+    if wrong.any():
+        index = _first(wrong)
+        raise FormatError(
+            name, f"has {int(zeros[tuple(index)])} at {index}; zero points are from -128 to 127"
+        )
+    return zeros.to(torch.int16) + 128
+
+
 def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
     """Indices into a table of 16 values, with a scale per block, which may be quantized, too."""
     states = [name for name in parts if name.startswith("weight.quant_state.")]
@@ -381,8 +424,8 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
         scale = inner[scale.long()] * outer + offset
     _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
     scale = scale.flatten().float()
-    _check_bytes(parts["weight"], "weight")
-    packed = parts["weight"].flatten()
+    # Other dtypes than uint8 (bnb_4bit_quant_storage) have the same bytes.
+    packed = parts["weight"].contiguous().flatten().view(torch.uint8)
     size = math.prod(shape)
     if packed.numel() != -(-size // 2):
         raise FormatError("weight", f"has {packed.numel()} bytes for a weight of shape {shape}")
@@ -450,7 +493,7 @@ FORMATS: Mapping[str, Format] = {
         _bitsandbytes_4bit,
     ),
     "bitsandbytes-int8": Format(("SCB",), ("weight",), ("weight_format",), _bitsandbytes_int8),
-    "torchao": Format(("_weight_qdata",), ("_weight_scale",), (), _torchao),
+    "torchao": Format(("_weight_qdata",), ("_weight_scale",), ("_weight_zero_point",), _torchao),
     "mxfp4": Format(("blocks",), ("scales",), (), _mxfp4, "_", "", is_transposed=True),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -235,6 +235,7 @@ class GgufSource:
     """
 
     weight_files: ClassVar[str] = "octavo.models.gguf_weights:GgufWeights"
+    is_for_transformers: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError: see `read_gguf`; or octavo does not serve the architecture."""
@@ -254,6 +255,10 @@ class GgufSource:
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""
         return self._architecture.weights
+
+    def tensor_names(self) -> Collection[str]:
+        """See ModelSource.tensor_names."""
+        return self._file.tensors.keys()
 
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""

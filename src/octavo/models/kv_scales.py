@@ -24,6 +24,11 @@ _NAME = re.compile(
 )
 
 
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of that name is such a scale, which is no weight."""
+    return _NAME.fullmatch(name) is not None
+
+
 def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[KVScales]:
     """The scales of each attention layer: the checkpoint's, or 1 if it has none.
 
@@ -32,8 +37,8 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
         tensors: those in the weight files.
 
     Raises:
-        ModelError: a scale is missing, is not one positive number, or is of another kind of cache;
-            names the tensor, or the field of config.json.
+        ModelError: a scale is missing, is not one positive number, contradicts another one, or is
+            of another kind of cache; names the tensor, or the field of config.json.
     """
     are_promised = _promises_scales(config)
     found: dict[int, dict[str, float]] = {}
@@ -49,7 +54,12 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
             )
         value = _number(tensor, f"{path}: {name}")
         for each in match["scaled"] or match["projected"]:
-            found.setdefault(layer, {})[each] = value
+            other = found.setdefault(layer, {}).setdefault(each, value)
+            if other != value:
+                raise ModelError(
+                    f"{path}: {name} is {value:g}, but another {each}_scale of layer {layer} is "
+                    f"{other:g}"
+                )
     if not found and not are_promised:
         return [KVScales()] * len(config.attentions)
     for layer in range(config.num_layers):
@@ -68,7 +78,10 @@ def _number(tensor: StoredTensor, where: str) -> float:
             f"{where} has shape {list(tensor.shape)}; octavo takes one scale for the keys of each "
             "layer, and one for its values"
         )
-    value = float(tensor.read(tuple(slice(0, size) for size in tensor.shape)).float().reshape(()))
+    stored = tensor.read(tuple(slice(0, size) for size in tensor.shape))
+    if not stored.is_floating_point():
+        raise ModelError(f"{where} is {stored.dtype}; scales are floating-point numbers")
+    value = float(stored.float().reshape(()))
     try:
         KVScales(value, value)
     except ValueError as error:

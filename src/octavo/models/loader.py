@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from octavo.config import LoadFormat
-from octavo.errors import ModelError, few
+from octavo.errors import ConfigError, ModelError, few
+from octavo.host_memory import return_freed_memory
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod, warn_once
@@ -24,10 +25,18 @@ from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
+from octavo.models.kv_scales import is_kv_scale
 from octavo.models.quantization import Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
-from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import (
+    FormError,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+    chunks,
+)
 from octavo.registry import import_place
 
 logger = logging.getLogger(__name__)
@@ -37,6 +46,8 @@ DUMMY_STD = 0.02
 NOISE_LENGTH = 1_000_003
 SMALLEST_GROUP = 32  # of inputs that share a scale
 NOISE_ELEMENTS = 1 << 22  # that are filled in at once
+PASSED_ELEMENTS = 1 << 23  # of weights, after whose copies freed memory is returned
+MODULES_TOGETHER = 4  # after which it is, too, when they are rearranged
 
 
 def load_model(
@@ -61,9 +72,11 @@ def load_model(
         fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
+    freed = FreedMemory(device)
     for module in model.modules():
         if isinstance(module, WeightOwner):
             module.finalize()
+            freed.after(PASSED_ELEMENTS // MODULES_TOGETHER)
     model.check()
     if fp8_kv_cache:
         scales = [KVScales()] * len(model.attention_layers)
@@ -104,7 +117,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     dtype, device = model.token_table.dtype, model.token_table.device
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
-    rounding = Rounding(config)
+    rounding, freed = Rounding(config), FreedMemory(device)
     files = open_weights(config)
     with files.tensors(dtype, device) as tensors:
         for key, (path, name, tensor) in checkpoint.translate(tensors):
@@ -113,6 +126,8 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where, files.config_name):
                     if isinstance(destination, WeightSlot):
+                        if identity in loaded:
+                            raise ModelError(f"{where} is also in another file")
                         if isinstance(part, Tensor):
                             part = rounding.of(key, part.to(device, dtype), destination)
                         destination.put(part, dtype)
@@ -128,9 +143,10 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding)}")
                 loaded.add(identity)
+                freed.after(math.prod(target.shape))
             elif config.is_stored_quantized and is_unused_bias(name, tensor):
                 continue
-            elif not checkpoint.is_ignored(key):
+            elif not (checkpoint.is_ignored(key) or is_kv_scale(name)):
                 unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
@@ -140,6 +156,25 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     if missing:
         raise ModelError(f"{config.path}: the weights lack {few(missing)}")
     rounding.report()
+
+
+class FreedMemory:
+    """Returns freed memory to the system now and then while weights are loaded.
+
+    On a CPU, copies in float32 come and go between what is kept. malloc fits the next ones into few
+    of the gaps that they leave, and would take as much as the whole model again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_needed = device.type == "cpu"
+        self._num_elements = 0
+
+    def after(self, num_elements: int) -> None:
+        """Called when weights with so many elements have been read or rearranged."""
+        self._num_elements += num_elements
+        if self._is_needed and self._num_elements >= PASSED_ELEMENTS:
+            return_freed_memory()
+            self._num_elements = 0
 
 
 class FamilyCheckpoint:
@@ -242,23 +277,50 @@ class Rounding:
     def __init__(self, config: ModelConfig) -> None:
         self._quantization = None if config.is_stored_quantized else config.quantization
         self._errors: dict[str, float] = {}  # by names of weights
+        self._left: list[str] = []  # names of those that are not quantized
 
     def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
-        """A weight of that name, quantized or not."""
+        """A weight of that name, quantized or not.
+
+        Raises ModelError if it should be, and has values that are not finite.
+        """
+        if self._quantization is None:
+            return dense
         form = _rounded(dense, self._quantization, slot)
+        if isinstance(form, Tensor):
+            self._left.append(name)
         if isinstance(form, QuantizedWeight):
             matrices = dense.mT if slot.is_transposed else dense
-            parts: list[int | slice] = list(range(len(dense))) if dense.dim() > 2 else [slice(None)]
+            pairs = [(matrices, form)]
+            if dense.dim() > 2:
+                pairs = [(matrix, form[number]) for number, matrix in enumerate(matrices)]
             lost = size = 0.0
-            for part in parts:
-                exact = matrices[part].float()
-                lost += float((form[part].dequantize() - exact).square().sum())
-                size += float(exact.square().sum())
+            for matrix, rounded in pairs:
+                num_rows, num_columns = matrix.shape
+                for rows in chunks(num_rows, num_columns, rounded.rows_together):
+                    exact = matrix[rows].float()
+                    there = rounded.cut(rows, slice(0, num_columns)).dequantize()
+                    lost += float((there - exact).square().sum())
+                    size += float(exact.square().sum())
+            if not math.isfinite(size) and not bool(dense.isfinite().all()):
+                raise ModelError(f"{name} has values that are not finite: it cannot be quantized")
             self._errors[name] = math.sqrt(lost / size) if size else 0.0
         return form
 
     def report(self) -> None:
-        """Log how far the quantized weights are from those in the files."""
+        """Log how far the quantized weights are from those in the files, and which stay as they
+        are.
+
+        Raises ConfigError if that is all of them.
+        """
+        if self._left:
+            logger.warning("%d weights are not quantized: %s", len(self._left), few(self._left))
+        if self._left and not self._errors:
+            raise ConfigError(
+                "quantization",
+                f"none of the weights can be quantized so: groups of {SMALLEST_GROUP} do not "
+                f"divide the inputs of {few(self._left)}",
+            )
         if not self._errors:
             return
         ordered = sorted(self._errors, key=lambda name: self._errors[name])
@@ -294,23 +356,37 @@ def _rounded(
 
 def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
     """Of [out_features, in_features]."""
+    if quantization.block:  # parts would have lower ones
+        return _form_of_rows(dense, quantization)
+    num_rows, num_columns = dense.shape
+    parts = []
+    for rows in chunks(num_rows, num_columns):
+        part = _form_of_rows(dense[rows], quantization)
+        if part is None:
+            return None
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
+
+
+def _form_of_rows(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
+    """Of a few outputs, [num_rows, in_features]."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)
         return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
-    if quantization.form == "mxfloat4":
-        return MxFloat4.quantize(dense)
-    if quantization.form == "int":
-        # Scales of fewer inputs, where their number does not divide.
-        group = quantization.group_size or size
-        while size % group and group > SMALLEST_GROUP:
-            group //= 2
-        try:
+    try:
+        if quantization.form == "mxfloat4":
+            return MxFloat4.quantize(dense)
+        if quantization.form == "int":
+            # Scales of fewer inputs, where their number does not divide.
+            group = quantization.group_size or size
+            while size % group and group > SMALLEST_GROUP:
+                group //= 2
             return GroupedInt.quantize(
                 dense, quantization.num_bits, group, quantization.quantizes_inputs
             )
-        except FormError as error:
-            warn_once(f"weights of {size} inputs stay as they are: {error}")
+    except FormError as error:
+        warn_once(f"weights of {size} inputs stay as they are: {error}")
     return None
 
 

@@ -6,7 +6,7 @@ Which tensors a projection is stored in, and how they are read, is in dequantize
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -34,6 +34,16 @@ class KeptParts(NamedTuple):
 ALL_KEPT = KeptParts(True, True)
 
 
+LINEAR = "Linear"  # what compressed-tensors calls all projections
+
+
+class Group(NamedTuple):
+    """Modules that are stored in a way of their own."""
+
+    targets: tuple[str, ...]  # full names, "re:" and a pattern, or LINEAR
+    quantization: Quantization
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the projections of a checkpoint are stored.
@@ -55,11 +65,28 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     is_dense: bool = False  # all projections are plain, and only experts are quantized
     experts: Quantization | None = None  # how experts are stored; None: as projections are
+    # Where not all modules are stored in the same way; else there are none.
+    groups: tuple[Group, ...] = ()
 
     @property
     def of_experts(self) -> Quantization:
         """How experts are stored."""
         return self.experts or self
+
+    def of_module(self, module: str) -> Quantization | None:
+        """How a module is stored, by its full name; None: it is in none of the groups.
+
+        A name comes before patterns, and these before LINEAR.
+        """
+        if not self.groups:
+            return self
+        ranked = [
+            (rank, number)
+            for number, group in enumerate(self.groups)
+            for target in group.targets
+            if (rank := _rank(target, module)) is not None
+        ]
+        return self.groups[min(ranked)[1]].quantization if ranked else None
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
@@ -100,6 +127,13 @@ class Quantization:
         return self.form == "mxfloat4" or (self.form == "int" and self.num_bits == 4)
 
 
+def _rank(target: str, module: str) -> int | None:
+    """How closely a target names a module, 0 the closest; None: not at all."""
+    if target.startswith("re:"):
+        return 1 if re.match(target.removeprefix("re:"), module) is not None else None
+    return 0 if target == module else 2 if target == LINEAR else None
+
+
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
 ON_LOAD: Mapping[QuantizationName, Quantization] = {
     "fp8": Quantization(ON_LOAD_METHOD, form="float8", quantizes_inputs=True),
@@ -134,13 +168,17 @@ def _ignored(fields: Fields) -> tuple[str, ...]:
     """Which modules are not quantized; quantizers have several names for the list."""
     found = []
     for name in IGNORED:
-        for each in fields.names(name, []):
-            try:
-                re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
-            except re.error as error:
-                raise fields.error(name, f"{each!r} is no regular expression: {error}") from error
-            found.append(each)
+        found += fields.names(name, [])
+        _check_patterns(fields, name, fields.names(name, []))
     return tuple(found)
+
+
+def _check_patterns(fields: Fields, name: str, targets: Sequence[str]) -> None:
+    for each in targets:
+        try:
+            re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
+        except re.error as error:
+            raise fields.error(name, f"{each!r} is no regular expression: {error}") from error
 
 
 def _read_fp8(fields: Fields) -> Quantization:
@@ -161,55 +199,85 @@ def _whole_pair(fields: Fields, name: str) -> tuple[int, int]:
     return rows, columns
 
 
+# Of which kind the weights of each format of compressed-tensors are; None: their dtype says it.
+COMPRESSED: Mapping[str, str | None] = {
+    "float-quantized": "float",
+    "int-quantized": "int",
+    "naive-quantized": None,
+    "pack-quantized": "int",
+}
+
+
 def _read_compressed_tensors(fields: Fields) -> Quantization:
     """FP8, int8 and packed integers, as llm-compressor writes them."""
-    served = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     groups = fields.part("config_groups")
-    num_bits: set[int] = set()
-    blocks: set[tuple[int, int]] = set()
-    group_sizes: set[int | None] = set()
-    demanded: list[set[str]] = []
-    kinds: set[FormKind] = set()
-    quantizes_inputs = False
+    found = []
     for name in groups.values:
         group = groups.part(name)
         # The format of all groups stands beside them; a group may have one of its own.
         where = group if group.get("format", None) is not None else fields
-        format_name = where.get("format", "dense")
-        if format_name == "dense":
-            continue
-        if format_name not in served:
-            raise where.error("format", f"octavo reads {', '.join(served)}")
-        weights = group.part("weights")
-        num_bits.add(weights.count("num_bits", 8))
-        is_float = weights.get("type", "int") == "float"
-        kinds.add("float8" if is_float else "int")
-        quantizes_inputs |= group.get("input_activations", None) is not None
-        has_groups = weights.get("group_size", None) not in (None, -1)
-        group_sizes.add(weights.count("group_size") if has_groups else None)
-        if weights.get("block_structure", None) is not None:
-            blocks.add(_whole_pair(weights, "block_structure"))
-        demanded.append({"weight_g_idx"} if weights.get("actorder", None) == "group" else set())
-        if not weights.flag("symmetric", True):
-            demanded[-1].add("weight_zero_point")
-        if format_name == "pack-quantized" and max(num_bits) not in PACKED_BITS:
-            raise weights.error("num_bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
-    if len(num_bits) > 1:
-        raise fields.error("config_groups", "octavo reads groups of equally many bits")
-    if len(blocks) > 1:
-        raise fields.error("config_groups", "octavo reads groups of equal blocks")
+        if where.get("format", "dense") != "dense":
+            targets = tuple(group.names("targets", [LINEAR]))
+            _check_patterns(group, "targets", targets)
+            found.append(Group(targets, _read_group(where, group)))
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
             raise fields.error(name, "octavo does not implement it")
-    bits = max(num_bits, default=8)
+    return _of_groups(found) if found else Quantization("compressed-tensors")
+
+
+def _read_group(where: Fields, group: Fields) -> Quantization:
+    """One of `config_groups`; where: what has its format."""
+    format_name = where.get("format")
+    if not isinstance(format_name, str) or format_name not in COMPRESSED:
+        raise where.error("format", f"octavo reads {', '.join(COMPRESSED)}")
+    weights = group.part("weights")
+    is_packed, kind = format_name == "pack-quantized", COMPRESSED[format_name]
+    stored = weights.choice("type", {"int": "int", "float": "float"}, kind or "int")
+    if kind not in (None, stored):
+        raise weights.error("type", f"weights in the format {format_name} are of type {kind}")
+    # What is not packed has a byte for each value, of however few bits.
+    num_bits = weights.count("num_bits", 8)
+    if is_packed and num_bits not in PACKED_BITS:
+        raise weights.error("num_bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
+    if stored == "float" and num_bits != 8:
+        raise weights.error("num_bits", "octavo reads floats of 8 bits")
+    num_bits = num_bits if is_packed else 8
+    has_groups = weights.get("group_size", None) not in (None, -1)
+    demanded = set()
+    if weights.get("actorder", None) == "group":
+        demanded.add("weight_g_idx")
+    if not weights.flag("symmetric", True):
+        demanded.add("weight_zero_point")
+    has_blocks = weights.get("block_structure", None) is not None
     return Quantization(
         "compressed-tensors",
-        num_bits=bits,
-        block=next(iter(blocks), None),
-        form=_kind_of_packed(bits) if kinds == {"int"} else next(iter(kinds), None),
-        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
-        quantizes_inputs=quantizes_inputs,
-        demanded=tuple(sorted(set.intersection(*demanded))) if demanded else (),
+        num_bits=num_bits,
+        block=_whole_pair(weights, "block_structure") if has_blocks else None,
+        form="float8" if stored == "float" else _kind_of_packed(num_bits),
+        group_size=weights.count("group_size") if has_groups else None,
+        quantizes_inputs=group.get("input_activations", None) is not None,
+        demanded=tuple(sorted(demanded)),
+    )
+
+
+def _of_groups(groups: Sequence[Group]) -> Quantization:
+    """Of modules that are stored in these ways; by itself, what they have in common."""
+    first, *others = (each.quantization for each in groups)
+    if all(other == first for other in others):
+        return first
+    num_bits = max(each.quantization.num_bits for each in groups)
+    return replace(
+        first,
+        num_bits=num_bits,
+        block=first.block if all(each.block == first.block for each in others) else None,
+        form=first.form if all(each.form == first.form for each in others) else None,
+        group_size=first.group_size
+        if all(each.group_size == first.group_size for each in others)
+        else None,
+        quantizes_inputs=all(each.quantization.quantizes_inputs for each in groups),
+        demanded=(),
+        groups=tuple(groups),
     )
 
 
@@ -237,7 +305,24 @@ def _read_awq(fields: Fields) -> Quantization:
 
 
 def _read_gptq(fields: Fields) -> Quantization:
-    """Integers in groups of inputs, perhaps in an order of their own (arXiv:2210.17323)."""
+    """Integers in groups of inputs, perhaps in an order of their own (arXiv:2210.17323).
+
+    `dynamic` has other values of some fields for the modules that match a pattern. The first one
+    counts; behind "-:" it is of modules that are not quantized.
+    """
+    usual = _read_gptq_fields(fields)
+    others = fields.part("dynamic", {})
+    groups = []
+    for name in others.values:
+        target = "re:" + name.removeprefix("+:").removeprefix("-:")
+        _check_patterns(fields, "dynamic", [target])
+        own = others.part(name, {})
+        merged = Fields(own.where, fields.values | own.values)
+        groups.append(Group((target,), usual if name[:2] == "-:" else _read_gptq_fields(merged)))
+    return _of_groups([*groups, Group((LINEAR,), usual)])
+
+
+def _read_gptq_fields(fields: Fields) -> Quantization:
     bits = fields.count("bits")
     if bits not in PACKED_BITS:
         raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
@@ -262,15 +347,28 @@ def _read_bitsandbytes(fields: Fields) -> Quantization:
     return Quantization("bitsandbytes-4bit")
 
 
+# What torchao's configurations make of weights that they write as they are computed with on a CPU:
+# the form, and whether inputs are rounded to 8 bits, too. Integers of any bits have a byte each.
+TORCHAO: Mapping[str, tuple[FormKind, bool]] = {
+    "Float8WeightOnlyConfig": ("float8", False),
+    "Float8DynamicActivationFloat8WeightConfig": ("float8", True),
+    "Int8WeightOnlyConfig": ("int", False),
+    "Int8DynamicActivationInt8WeightConfig": ("int", True),
+    "IntxWeightOnlyConfig": ("int", False),
+    "Int8DynamicActivationIntxWeightConfig": ("int", True),
+}
+
+
 def _read_torchao(fields: Fields) -> Quantization:
-    """FP8 weights of torchao."""
+    """FP8 and integer weights of torchao."""
     kinds = fields.part("quant_type").part("default")
-    served = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
-    if kinds.get("_type") not in served:
-        raise kinds.error("_type", f"octavo reads {', '.join(served)}")
-    return Quantization(
-        "torchao", form="float8", quantizes_inputs="DynamicActivation" in str(kinds.get("_type"))
-    )
+    name = kinds.get("_type")
+    if not isinstance(name, str) or name not in TORCHAO:
+        raise kinds.error("_type", f"octavo reads {', '.join(TORCHAO)}")
+    form, quantizes_inputs = TORCHAO[name]
+    # Symmetric int8 may have none.
+    demanded = ("_weight_zero_point",) if "Intx" in name else ()
+    return Quantization("torchao", form=form, quantizes_inputs=quantizes_inputs, demanded=demanded)
 
 
 def _read_mxfp4(fields: Fields) -> Quantization:

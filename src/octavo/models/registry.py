@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import ModelImpl, QuantizationName
-from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
+from octavo.errors import ConfigError, InvalidRequest, ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
+from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
 from octavo.models.quantization import ON_LOAD
 from octavo.models.source import ModelSource, open_source
@@ -24,7 +25,7 @@ from octavo.sampling_params import SamplingParams
 OWN_FAMILIES = (
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
-    "ministral3",
+    *("ministral3", "mistral3"),
     *(
         "gpt_neox",
         "falcon",
@@ -97,7 +98,23 @@ def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> Model
     is_native = isinstance(model_type, str) and model_type in FAMILIES
     if model_impl == "transformers" or (model_impl == "auto" and not is_native):
         return _read_through_transformers(source)
-    return _read_native(source)
+    try:
+        return _read_native(source)
+    except UnservedOption as error:
+        if model_impl == "native" or not _has_other_way(source):
+            raise
+        raise ModelError(
+            f"{error}; transformers may compute it (model_impl='transformers')"
+        ) from error
+
+
+def _has_other_way(source: ModelSource) -> bool:
+    """Whether models of that type, which octavo has a family of, are served through transformers,
+    too."""
+    config = source.config()
+    is_dense = config.get("quantization_config", None) is None
+    is_served = config.get("model_type") in read_tested().served
+    return source.is_for_transformers and is_dense and is_served
 
 
 def _read_native(source: ModelSource) -> ModelConfig:
@@ -110,7 +127,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    description = family.read(text)
+    description = _as_stored(family.read(text), family, source)
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
     return ModelConfig(
@@ -133,6 +150,20 @@ def _read_native(source: ModelSource) -> ModelConfig:
         sampling_defaults=_sampling_defaults(generation),
         decoding_rules=_decoding_rules(config, generation, description.vocab_size),
     )
+
+
+def _as_stored(
+    description: ModelDescription, family: Family, source: ModelSource
+) -> ModelDescription:
+    """See Family.own_head and Family.optional_logits_bias."""
+    if family.own_head is None and family.optional_logits_bias is None:
+        return description
+    names = set(map(source.weight_names(family).without_prefix, source.tensor_names()))
+    if family.own_head in names:
+        description = replace(description, tied_embeddings=False)
+    if names and family.optional_logits_bias not in names:
+        description = replace(description, logits_bias=False)
+    return description
 
 
 def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:
@@ -213,7 +244,8 @@ def _family_of(config: Fields) -> Family:
             "transformers (model_impl)",
         )
     family = FAMILIES[model_type]
-    if family.architecture not in config.names("architectures", [family.architecture]):
+    given = config.names("architectures", [family.architecture])
+    if not {family.architecture, *family.other_names} & set(given):
         raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
     return family
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import ModelError, shown
+from octavo.errors import ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
 from octavo.layers.config import RotaryConfig
 
@@ -80,7 +80,7 @@ def read_rotaries(
         return tuple(
             _read(
                 config,
-                _of_kind(_rope_fields(config))
+                _of_kind(_old_scaling(config))
                 if kind == "full_attention"
                 else Fields(f"{config.where}: {name}", {}),
                 head_dim,
@@ -105,6 +105,14 @@ def read_rotaries(
     return tuple(rotaries)
 
 
+def _old_scaling(config: Fields) -> Fields:
+    """rope_scaling of full attention, in which transformers overlooks the old name of rope_type."""
+    rope = _rope_fields(config)
+    if rope.get("rope_type", None) is None and rope.get("type", "default") != "default":
+        raise rope.error("type", "transformers 5 takes it for 'default' here; name it rope_type")
+    return rope
+
+
 def _of_kind(rope: Fields) -> Fields:
     """The parameters of one kind of layer, in which transformers 5.23 overlooks `truncate`."""
     rope.refuse("truncate", True)
@@ -125,7 +133,7 @@ def _read(
         rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
     if not isinstance(kind, str) or (kind := _ALIASES.get(kind, kind)) not in KINDS:
-        raise ModelError(
+        raise UnservedOption(
             f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
         )
     for name in rope.values.keys() - KINDS[kind] - _COMMON_FIELDS:

@@ -13,17 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.errors import ModelError, few
-from octavo.json_fields import read_json
+from octavo.errors import ModelError, OutOfMemory, few
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import joined
 from octavo.models.kv_scales import find_kv_scales
+from octavo.models.safetensors_paths import INDEX_FILE, unreadable, weight_files
 from octavo.ops import KVScales
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafetensorsFiles:
@@ -71,7 +67,7 @@ class TensorInFile:
 
 def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
     """Every tensor in the weight files, which `files` will close."""
-    for path, expected in _weight_files(directory).items():
+    for path, expected in weight_files(directory).items():
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
             names = set(file.keys())
@@ -82,34 +78,6 @@ def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
                 shape = tuple(file.get_slice(name).get_shape())
                 yield path, name, TensorInFile(file, name, shape)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
-
-
-def _weight_files(directory: Path) -> dict[Path, set[str]]:
-    """The weight files, each with the tensors that the index (if there is one) expects in it."""
-    if (directory / SINGLE_FILE).is_file():
-        return {directory / SINGLE_FILE: set()}
-    if not (directory / INDEX_FILE).is_file():
-        raise ModelError(_no_weights(directory))
-    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ModelError(f"{directory / INDEX_FILE}: weight_map does not map tensors to files")
-    files: dict[Path, set[str]] = {}
-    for name, file_name in weight_map.items():
-        # Only the file name is used, so that an index cannot point outside the directory.
-        files.setdefault(directory / Path(file_name).name, set()).add(name)
-    present = {path.name for path in directory.iterdir() if path.is_file()}
-    absent = [path.name for path in files if path.name not in present]
-    if absent:
-        raise ModelError(f"{directory}: {INDEX_FILE} lists {few(absent)}, which does not exist")
-    return files
-
-
-def _no_weights(directory: Path) -> str:
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        return (
-            f"{directory} holds its weights as pickle ({few(pickles)}), which can run any code "
-            f"when it is read; convert it to {SINGLE_FILE}"
-        )
-    return f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+            raise unreadable(path, error) from error
+        except RuntimeError as error:  # beyond a limit on the process's addresses
+            raise OutOfMemory(f"{path} cannot be mapped into memory: {error}") from error

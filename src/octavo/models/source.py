@@ -6,7 +6,7 @@ A format is a ModelSource here, the WeightFiles (base.py) that it names, and a M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -14,6 +14,7 @@ from octavo.json_fields import Fields, read_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
 from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.safetensors_paths import tensor_names
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
 
@@ -23,6 +24,9 @@ class ModelSource(Protocol):
 
     weight_files: ClassVar[str]
     """Its WeightFiles, "module:class", whose module is imported late."""
+
+    is_for_transformers: ClassVar[bool]
+    """Whether transformers reads such files."""
 
     @property
     def path(self) -> Path:
@@ -40,6 +44,9 @@ class ModelSource(Protocol):
     def weight_names(self, family: Family) -> WeightNames:
         """What the files call the weights of a family."""
 
+    def tensor_names(self) -> Collection[str]:
+        """Of the weights; none where a model is only described."""
+
     def transformers_directory(self) -> Path:
         """What transformers reads the model from. Raises ConfigError if it cannot."""
 
@@ -48,6 +55,7 @@ class HuggingFaceSource:
     """See ModelSource. A directory in Hugging Face format."""
 
     weight_files: ClassVar[str] = "octavo.models.safetensors_files:SafetensorsFiles"
+    is_for_transformers: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,6 +77,10 @@ class HuggingFaceSource:
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""
         return family.weights
+
+    def tensor_names(self) -> Collection[str]:
+        """See ModelSource.tensor_names."""
+        return tensor_names(self.path)
 
     def transformers_directory(self) -> Path:
         """See ModelSource.transformers_directory."""

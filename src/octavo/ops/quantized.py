@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -30,6 +30,10 @@ from torch import Tensor
 FLOAT8_MAX = 448.0  # of e4m3
 MX_BLOCK = 32  # inputs that share an exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
+# Elements of a weight that are converted at once. Copies in float32 of whole weights would leave
+# gaps between what is kept, into which the next ones do not fit: malloc would take from the system
+# as much again as the model has.
+CHUNK_ELEMENTS = 1 << 20
 
 
 class Rounding(IntEnum):
@@ -124,6 +128,23 @@ class QuantizedWeight:
         """The weight in float32, in the order of its inputs."""
         raise NotImplementedError
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`, of which little is in float32 on the way."""
+        dense = torch.empty(self.shape, dtype=dtype, device=self.device)
+        if dense.dim() > 2:
+            for number, matrix in enumerate(dense):
+                matrix.copy_(self[number].dense(dtype))
+            return dense
+        num_rows, num_columns = dense.shape
+        for rows in chunks(num_rows, num_columns, self.rows_together):
+            dense[rows] = self.cut(rows, slice(0, num_columns)).dequantize()
+        return dense
+
+    @property
+    def rows_together(self) -> int:
+        """A cut along the outputs may fall behind each multiple of so many."""
+        return 1
+
     def cut(self, rows: slice, columns: slice) -> Self:
         """Some of the outputs and of the inputs, of all matrices; views where that is possible.
 
@@ -185,6 +206,14 @@ class QuantizedWeight:
         return replace(self, **changed)
 
 
+def chunks(num_rows: int, num_columns: int, rows_together: int = 1) -> Iterator[slice]:
+    """Rows of a matrix that are converted at once: a multiple of `rows_together`, but for the
+    last ones, with about CHUNK_ELEMENTS elements."""
+    step = max(1, CHUNK_ELEMENTS // (num_columns * rows_together)) * rows_together
+    for begin in range(0, num_rows, step):
+        yield slice(begin, min(begin + step, num_rows))
+
+
 _SHARED = frozenset({"permutation"})  # tensors that all matrices have in common
 
 
@@ -231,6 +260,11 @@ class ScaledFloat8(QuantizedWeight):
     def shape(self) -> tuple[int, ...]:
         """See QuantizedWeight.shape."""
         return tuple(self.weight.shape)
+
+    @property
+    def rows_together(self) -> int:
+        """See QuantizedWeight.rows_together."""
+        return self.block[0]
 
     def dequantize(self) -> Tensor:
         """See QuantizedWeight.dequantize."""

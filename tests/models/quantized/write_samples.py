@@ -196,16 +196,28 @@ def bitsandbytes(directory: Path, **options: object) -> dict[str, Tensor]:
     return weights
 
 
-def torchao(directory: Path) -> dict[str, Tensor]:
-    from torchao.quantization import Float8WeightOnlyConfig
+def torchao(directory: Path, name: str, **options: object) -> dict[str, Tensor]:
+    """name: of one of its configurations."""
+    import torchao.quantization
     from transformers import TorchAoConfig
 
-    model = dense_model(quantization_config=TorchAoConfig(Float8WeightOnlyConfig()))
+    config = getattr(torchao.quantization, name)(**options)
+    model = dense_model(quantization_config=TorchAoConfig(config))
     model.save_pretrained(directory)
     return {
         name: parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
         for name, parameter in model.named_parameters()
     }
+
+
+def torchao_int4(directory: Path) -> dict[str, Tensor]:
+    """Groups of 32 inputs, in a byte each."""
+    from torchao.quantization import PerGroup
+
+    granularity = PerGroup(32)
+    return torchao(
+        directory, "IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=granularity
+    )
 
 
 SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
@@ -229,7 +241,9 @@ SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
         directory, load_in_4bit=True, bnb_4bit_quant_type="fp4"
     ),
     "bitsandbytes_int8": lambda directory: bitsandbytes(directory, load_in_8bit=True),
-    "torchao": torchao,
+    "torchao": lambda directory: torchao(directory, "Float8WeightOnlyConfig"),
+    "torchao_int8": lambda directory: torchao(directory, "Int8WeightOnlyConfig"),
+    "torchao_int4": torchao_int4,
 }
 
 

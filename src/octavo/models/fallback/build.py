@@ -23,6 +23,8 @@ from octavo.models.fallback.recording import NO_INTERFACE, Recording, Unserved, 
 
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config")
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
+STATE = "its layers carry a state from token to token"
+STATEFUL = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     if model.config.is_encoder_decoder:
         raise Unserved("it has an encoder")
     if getattr(model, "_is_stateful", False):
-        raise Unserved("its layers carry a state from token to token")
+        raise Unserved(STATE)
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise Unserved(f"{type(base).__name__} takes no position_ids")
     own_limit = _own_limit(model.config)
@@ -142,6 +144,11 @@ def _check_kind(config: Any) -> None:
         raise Unserved("it has an encoder (is_encoder_decoder)")
     if config.get_text_config() is not config:
         raise Unserved("it takes other input than text (text_config is only a part of it)")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds & STATEFUL:
+        raise Unserved(f"{STATE} (layer_types: {', '.join(sorted(kinds & STATEFUL))})")
+    if "chunked_attention" in kinds:
+        raise Unserved("its attention stays within chunks (layer_types: chunked_attention)")
 
 
 def _check_window(config: Any, limit: int, recording: Recording) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -34,6 +34,7 @@ class TransformersCheckpoint:
         """`model`: as transformers has made it, on the meta device; `targets` are set later."""
         self._model = model
         self._state = model.state_dict()
+        self._as_made = _AsMade(self._state)
         mapping = get_model_conversion_mapping(model)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -56,7 +57,7 @@ class TransformersCheckpoint:
                 open_conversions[name] = _Conversion(name, converter)
             open_conversions[name].add(each, pattern)
         for conversion in open_conversions.values():
-            yield from conversion.results(self._model)
+            yield from conversion.results(self._as_made, self._model.config)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is no weight."""
@@ -85,6 +86,18 @@ class MadeTensor:
         return self.tensor[index]
 
 
+@dataclass(frozen=True, slots=True)
+class _AsMade:
+    """What transformers' operations ask a model for: its parameters as transformers has made them,
+    before octavo's layers took the place of its own."""
+
+    state: Mapping[str, Tensor]
+
+    def get_parameter(self, name: str) -> Tensor:
+        """On the meta device."""
+        return self.state[name]
+
+
 class _Conversion:
     """Several tensors of a checkpoint that become one or more parameters."""
 
@@ -97,7 +110,7 @@ class _Conversion:
         """One more; it is read when the parameters are made."""
         self._tensors.append((_natural(tensor[1]), tensor, pattern))
 
-    def results(self, model: PreTrainedModel) -> Iterator[tuple[str, FileTensor]]:
+    def results(self, model: _AsMade, config: PreTrainedConfig) -> Iterator[tuple[str, FileTensor]]:
         """The parameters, made now."""
         self._tensors.sort(key=lambda each: each[0])
         for _, (_, name, stored), pattern in self._tensors:
@@ -106,8 +119,8 @@ class _Conversion:
             self._converter.add_tensor(self._name, name, pattern, cast(Any, whole))
         path, first, _ = self._tensors[0][1]
         try:
-            found = self._converter.convert(self._name, model=model, config=model.config)
-        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            found = self._converter.convert(self._name, model=model, config=config)
+        except (RuntimeError, ValueError, LookupError, AttributeError) as error:
             raise ModelError(
                 f"{path}: {first} and {len(self._tensors) - 1} others do not make "
                 f"{self._name}: {error}"

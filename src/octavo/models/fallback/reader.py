@@ -49,7 +49,8 @@ def read(directory: Path, config: Fields) -> Reading:
         )
     built = build(directory, torch.float32)
     architecture = type(built.model).__name__
-    if architecture not in config.names("architectures", [architecture]):
+    names = config.names("architectures", [architecture])
+    if architecture not in names and not any(map(_is_own_name, names)):
         raise config.error("architectures", f"of {model_type}, octavo serves {architecture}")
     layers = tuple(_layer(call, built) for call in built.recording.calls)
     shapes = {(each.attention.num_kv_heads, each.attention.head_dim) for each in layers}
@@ -77,6 +78,12 @@ def read(directory: Path, config: Fields) -> Reading:
         bos_token_id=getattr(hf_config, "bos_token_id", None),
         eos_token_id=getattr(hf_config, "eos_token_id", None),
     )
+
+
+def _is_own_name(name: str) -> bool:
+    """Whether it is what a model's own code called its causal language model, for which
+    transformers has another's class, as it has Llama's for EXAONE 3."""
+    return name.endswith(("ForCausalLM", "LMHeadModel")) and not hasattr(transformers, name)
 
 
 def _layer(call: AttentionCall, built: Built) -> LayerConfig:

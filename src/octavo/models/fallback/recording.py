@@ -164,6 +164,7 @@ class _Recorder:
         AttentionInterface.register(RECORDING, self._attend)
         AttentionMaskInterface.register(RECORDING, self._make_mask)
         changed: list[nn.Module] = []
+        dynamic: list[tuple[Any, object]] = []
         hooks = []
         try:
             for config in configs.values():
@@ -176,6 +177,9 @@ class _Recorder:
                     hooks.append(module.register_forward_pre_hook(self._normalise))
                 elif is_rotary(module):
                     hooks.append(module.register_forward_hook(self._make_table, with_kwargs=True))
+                    kind = getattr(module, "rope_type", None)
+                    dynamic.append((module, kind))
+                    module.rope_type = _without_dynamic(kind)
                 elif (rotate := rotation_of(module)) is not None:
                     module.forward = with_rotation(module, partial(self._rotate, rotate))
                     changed.append(module)
@@ -184,6 +188,8 @@ class _Recorder:
         finally:
             for module in changed:
                 del module.forward
+            for rotary, kind in dynamic:
+                rotary.rope_type = kind
             for hook in hooks:
                 hook.remove()
             for config in configs.values():
@@ -342,6 +348,16 @@ class _Recorder:
 def _mixer(layer: nn.Module) -> str:
     """The class of a layer's first block, for messages."""
     return type(next(iter(layer.children()), layer)).__name__
+
+
+def _without_dynamic(kind: Any) -> Any:
+    """A rotary embedding's kind, or that of each kind of layer, for a step without data.
+
+    Dynamic scaling compares positions with the context, which octavo never exceeds.
+    """
+    if isinstance(kind, dict):
+        return {name: _without_dynamic(each) for name, each in kind.items()}
+    return "default" if kind == "dynamic" else kind
 
 
 class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]

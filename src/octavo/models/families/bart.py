@@ -99,9 +99,10 @@ def read_bart(
 def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, ...]:
     """The layers of the encoder or of the decoder, all alike."""
     num_layers = config.count(f"{side}_layers", 12, MAX_LAYERS)
-    heads = config.count(f"{side}_attention_heads", 16)
+    heads_field = f"{side}_attention_heads"
+    heads = config.count(heads_field, 16)
     layer = LayerConfig(
-        attention=plain_attention(config, hidden, heads),
+        attention=plain_attention(config, hidden, heads, heads_field),
         mlp=MLPConfig(
             kind="plain",
             hidden_size=hidden,
@@ -118,6 +119,8 @@ def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, .
 FAMILY = Family(
     model_type="bart",
     architecture="BartForConditionalGeneration",
+    other_names=("BartModel",),  # of the pretrained ones, which have no bias of the logits
+    optional_logits_bias="final_logits_bias",
     note="BART base and large and fine-tunes, DistilBART; encoder and decoder",
     read=read,
     weights=WEIGHTS,

@@ -41,9 +41,10 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a BloomForCausalLM."""
     config.refuse("apply_residual_connection_post_layernorm", False)
     hidden = config.count(config.either("hidden_size", "n_embed"), 64)
-    heads = config.count(config.either("n_head", "num_attention_heads"), 8, MAX_ALIBI_HEADS)
+    heads_field = config.either("n_head", "num_attention_heads")
+    heads = config.count(heads_field, 8, MAX_ALIBI_HEADS)
     num_layers = config.count(config.either("n_layer", "num_hidden_layers"), 2, MAX_LAYERS)
-    attention = plain_attention(config, hidden, heads)
+    attention = plain_attention(config, hidden, heads, heads_field)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5))
     layer = LayerConfig(
         attention=replace(attention, alibi_slopes=alibi_slopes(heads)),

@@ -49,20 +49,28 @@ def read_num_layers(config: Fields) -> int:
     return config.count("num_hidden_layers", limit=MAX_LAYERS)
 
 
-def divided_head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
-    """The size of a head in a family that has no head_dim field."""
+def divided_head_dim(
+    config: Fields, hidden_size: int, num_heads: int, heads_field: str = "num_attention_heads"
+) -> int:
+    """The size of a head where no field has it; `heads_field` is what the family calls the number
+    of heads."""
     if hidden_size % num_heads:
         raise ModelError(
-            f"{config.where}: a hidden size of {hidden_size} does not divide into {num_heads} heads"
+            f"{config.where}: {heads_field} is {num_heads}; it must divide the hidden size "
+            f"({hidden_size})"
         )
     return hidden_size // num_heads
 
 
 def plain_attention(
-    config: Fields, hidden_size: int, num_heads: int, has_biases: bool = True
+    config: Fields,
+    hidden_size: int,
+    num_heads: int,
+    heads_field: str = "num_attention_heads",
+    has_biases: bool = True,
 ) -> AttentionConfig:
     """Attention with a KV head for each query head, which share the hidden size."""
-    head_dim = divided_head_dim(config, hidden_size, num_heads)
+    head_dim = divided_head_dim(config, hidden_size, num_heads, heads_field)
     return AttentionConfig(
         hidden_size=hidden_size,
         num_heads=num_heads,

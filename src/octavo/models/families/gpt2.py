@@ -37,10 +37,11 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a GPT2LMHeadModel."""
     config.refuse("add_cross_attention", False)
     hidden = config.count(config.either("n_embd", "hidden_size"), 768)
-    heads = config.count(config.either("n_head", "num_attention_heads"), 12)
+    heads_field = config.either("n_head", "num_attention_heads")
+    heads = config.count(heads_field, 12)
     num_layers = config.count(config.either("n_layer", "num_hidden_layers"), 12, MAX_LAYERS)
     positions = config.count(config.either("n_positions", "max_position_embeddings"), 1024)
-    attention = plain_attention(config, hidden, heads)
+    attention = plain_attention(config, hidden, heads, heads_field)
     scale = attention.scale if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5))

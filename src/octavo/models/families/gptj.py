@@ -34,10 +34,12 @@ WEIGHTS = WeightNames(
 def read(config: Fields) -> ModelDescription:
     """From config.json of a GPTJForCausalLM."""
     hidden = config.count(config.either("n_embd", "hidden_size"), 4096)
-    heads = config.count(config.either("n_head", "num_attention_heads"), 16)
+    heads_field = config.either("n_head", "num_attention_heads")
+    heads = config.count(heads_field, 16)
+    head_dim = divided_head_dim(config, hidden, heads, heads_field)
     if config.values.get("rotary_dim", 64) is None:
         raise config.error("rotary_dim", "octavo needs the number of elements that are rotated")
-    rotary_dim = config.count("rotary_dim", 64, limit=divided_head_dim(config, hidden, heads))
+    rotary_dim = config.count("rotary_dim", 64, limit=head_dim)
     if rotary_dim % 2:
         raise config.error("rotary_dim", "it must be even")
     names = {

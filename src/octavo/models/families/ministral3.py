@@ -1,14 +1,11 @@
-"""Ministral 3 (Mistral AI, 2025): a Mistral with YaRN, whose queries grow with their position.
-
-Beyond the original context a query is multiplied by 1 + beta ln(1 + floor(position / original)),
-which octavo does not compute: the model is limited to the original context, in which it is 1.
-"""
+"""Ministral 3 (Mistral AI, 2025): a Mistral with YaRN, whose queries grow with their position."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from octavo.json_fields import Fields
+from octavo.layers.config import QueryScaleConfig
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import read_rotary_decoder, read_window, uniform_windows
@@ -24,12 +21,16 @@ DEFAULT_ROPE = {
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Ministral3ForCausalLM."""
-    rope = config.part("rope_parameters", DEFAULT_ROPE)
+    name, old_name = "rope_parameters", "rope_scaling"
+    if config.get(name, None) is None:
+        moved = {name: config.get(old_name, None), old_name: None}
+        config = Fields(config.where, config.values | moved)
+    rope = config.part(name, DEFAULT_ROPE)
     # max_position_embeddings is there, too, and not used.
     unknown = {BETA, "max_position_embeddings"}
-    known = {name: value for name, value in rope.values.items() if name not in unknown}
+    known = {key: value for key, value in rope.values.items() if key not in unknown}
     description = read_rotary_decoder(
-        Fields(config.where, config.values | {"rope_parameters": known}),
+        Fields(config.where, config.values | {name: known}),
         windows=uniform_windows(config, read_window(config, None)),
         num_kv_heads=8,
         head_dim=128,
@@ -37,15 +38,19 @@ def read(config: Fields) -> ModelDescription:
     )
     if rope.get(BETA) == 0:
         return description
-    rope.number(BETA)
     original = rope.count("original_max_position_embeddings")
-    return replace(description, max_model_len=min(original, description.max_model_len))
+    scale = QueryScaleConfig(rope.number(BETA), original)
+    layers = [
+        replace(layer, attention=replace(layer.attention, query_scale=scale))
+        for layer in description.layers
+    ]
+    return replace(description, layers=tuple(layers))
 
 
 FAMILY = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    note="Ministral 3 within its original context (16,384 tokens)",
+    note="Ministral 3 without images",
     read=read,
     weights=llama.WEIGHTS,
     eos_token_ids=(2,),

@@ -42,9 +42,10 @@ def read(config: Fields) -> ModelDescription:
         for name, harmless in refused.items():
             fields.refuse(name, harmless)
     hidden = config.count(config.either("d_model", "hidden_size"), 2048)
-    heads = config.count(config.either("n_heads", "num_attention_heads"), 16, MAX_ALIBI_HEADS)
+    heads_field = config.either("n_heads", "num_attention_heads")
+    heads = config.count(heads_field, 16, MAX_ALIBI_HEADS)
     num_layers = config.count(config.either("n_layers", "num_hidden_layers"), 24, MAX_LAYERS)
-    head_dim = divided_head_dim(config, hidden, heads)
+    head_dim = divided_head_dim(config, hidden, heads, heads_field)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5), bias=False)
     layer = LayerConfig(
         attention=AttentionConfig(
@@ -73,6 +74,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
+    other_names=("MPTForCausalLM",),
     note="MPT 7B and 30B; ALiBi",
     read=read,
     weights=WEIGHTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families.t5 import WEIGHTS, read_t5
+from octavo.models.families.t5 import OWN_HEAD, WEIGHTS, read_t5
 from octavo.models.family import Family
 
 
@@ -23,5 +23,6 @@ FAMILY = Family(
     read=read,
     weights=WEIGHTS,
     eos_token_ids=(1,),
+    own_head=OWN_HEAD,
     decoder_start_token_id=0,
 )

@@ -46,7 +46,7 @@ def read(config: Fields) -> ModelDescription:
     affine = config.flag("layer_norm_elementwise_affine", True)
     norm = NormConfig("layer", hidden, NORM_EPS, affine)
     layer = LayerConfig(
-        attention=plain_attention(config, hidden, heads, bias),
+        attention=plain_attention(config, hidden, heads, has_biases=bias),
         mlp=MLPConfig(
             kind="plain",
             hidden_size=hidden,

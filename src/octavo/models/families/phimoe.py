@@ -66,6 +66,7 @@ def _with_attention_factor(config: Fields) -> Fields:
 FAMILY = Family(
     model_type="phimoe",
     architecture="PhimoeForCausalLM",
+    other_names=("PhiMoEForCausalLM",),
     note="Phi-3.5-MoE; LongRoPE by max_model_len",
     read=read,
     weights=mixtral.WEIGHTS,

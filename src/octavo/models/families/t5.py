@@ -27,6 +27,8 @@ FEED_FORWARDS: dict[str, tuple[MLPKind, Activation]] = {
     **{f"gated-{name}": ("gated", activation) for name, activation in GATED_ACTIVATIONS.items()},
     "gated-gelu": ("gated", "gelu_tanh"),  # the exact one was never meant
 }
+# In files of T5 1.1 that transformers 5 has saved, tie_word_embeddings is true beside such a head.
+OWN_HEAD = "lm_head.weight"
 _ATTENTION = ("q", "k", "v")
 
 WEIGHTS = WeightNames(
@@ -156,5 +158,6 @@ FAMILY = Family(
     read=read,
     weights=WEIGHTS,
     eos_token_ids=(1,),
+    own_head=OWN_HEAD,
     decoder_start_token_id=0,
 )

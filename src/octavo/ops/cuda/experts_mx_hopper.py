@@ -15,6 +15,9 @@ weights, another one inputs, STAGES deep and on into the next tile; a warpgroup 
 e4m3, the left operand in registers, by 10 operations for 8 weights and their scale, multiplies and
 stores. Most experts have fewer tokens than a tile holds: of its second half, only the quarters that
 have tokens are fetched and multiplied. One token has a kernel of its own (experts_one_mx.py).
+
+Inputs of a tile of 16 tokens are half as many bytes as the weights that they are multiplied by.
+Where an expert has about one token (FEW), no more are fetched than there are, four at a time.
 """
 
 from __future__ import annotations
@@ -68,10 +71,13 @@ LEAST_DIVIDED = 32  # tokens of a tile with such quarters
 PROGRAMS = {16: 4, 32: 3, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
+_FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
+_FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
 _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+_IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -222,14 +228,53 @@ def _fetch(board, buffers, weights, row_tiles, num_steps):
 
 
 @gluon.jit
-def _fetch_inputs(board, buffers, x, x_more, num_steps, MORE: gl.constexpr, PDL: gl.constexpr):
-    """The partition that loads inputs."""
-    _tiles, _shift_tiles, x_tiles, more_tiles, ready, free = buffers
-    STAGES: gl.constexpr = x_tiles.shape[0]
+def _fetch_few(buffers, x, begin, end, k, stage):
+    """Load the inputs of a step, of as many tokens as there are, a few at a time."""
+    _tiles, _shift_tiles, x_tiles, _more_tiles, ready, _free = buffers
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    PARTS: gl.constexpr = x_tiles.shape[1] // ROWS
+    SHAPE: gl.constexpr = [x_tiles.shape[0] * PARTS, ROWS, _BLOCK]
+    if _IS_PUBLIC:
+        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x.layout)
+    else:
+        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x.layout)
+    count = gl.cdiv(2 * (end - begin), ROWS)
+    for i in gl.static_range(1, PARTS + 1):
+        if count == i:
+            mbarrier.expect(ready.index(stage), i * x.block_type.nbytes)
+    for i in range(count):
+        place = parts.index(stage * PARTS + i)
+        _fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], ready.index(stage), place)
+
+
+@gluon.jit
+def _fetch_quarters(buffers, x, x_more, begin, more, k, stage, MORE: gl.constexpr):
+    """Load the inputs of a step: of all tokens or, with MORE, of the first half and of `more`
+    quarters."""
+    _tiles, _shift_tiles, x_tiles, more_tiles, ready, _free = buffers
     FIRST: gl.constexpr = x_tiles.shape[1] // 2
     QUARTER: gl.constexpr = more_tiles.shape[1] // 2
     FIRST_BYTES: gl.constexpr = x.block_type.nbytes
     QUARTER_BYTES: gl.constexpr = x_more.block_type.nbytes
+    for taken in gl.static_range(MORE + 1):
+        if more == taken:
+            mbarrier.expect(ready.index(stage), FIRST_BYTES + taken * QUARTER_BYTES)
+    _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
+    if MORE > 0:
+        for i in range(more):
+            row = 2 * (begin + FIRST + i * QUARTER)
+            place = more_tiles.index(stage * MORE + i)
+            _fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
+
+
+@gluon.jit
+def _fetch_inputs(
+    board, buffers, x, x_more, num_steps, MORE: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr
+):
+    """The partition that loads inputs."""
+    x_tiles, free = buffers[2], buffers[5]
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    FIRST: gl.constexpr = x_tiles.shape[1] // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = gl.to_tensor(0)
@@ -241,15 +286,10 @@ def _fetch_inputs(board, buffers, x, x_more, num_steps, MORE: gl.constexpr, PDL:
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            for taken in gl.static_range(MORE + 1):
-                if more == taken:
-                    mbarrier.expect(ready.index(stage), FIRST_BYTES + taken * QUARTER_BYTES)
-            _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
-            if MORE > 0:
-                for i in range(more):
-                    row = 2 * (begin + FIRST + i * QUARTER)
-                    place = more_tiles.index(stage * MORE + i)
-                    _fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
+            if FEW:
+                _fetch_few(buffers, x_more, begin, end, k, stage)
+            else:
+                _fetch_quarters(buffers, x, x_more, begin, more, k, stage, MORE)
             step += 1
         turn += 1
         expert, _row_tile, begin, end = _task(board, turn)
@@ -609,6 +649,7 @@ def grouped_mx_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
+    FEW: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -618,7 +659,8 @@ def grouped_mx_kernel(
 
     Args:
         x, x_more, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's
-            tokens or, with MORE, of its first half, and x_more of a quarter.
+            tokens or, with MORE, of its first half, and x_more of a quarter, or with FEW of as
+            many tokens as are fetched together.
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
@@ -629,6 +671,7 @@ def grouped_mx_kernel(
         shares: [num_tokens, TOP_K], weights of the results if not GATED.
         PARTS: tiles of tokens in a block of the lists.
         MORE: how many quarters of a tile follow what is computed of each tile; 0: none.
+        FEW: experts have few tokens, and tiles no quarters.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -681,7 +724,7 @@ def grouped_mx_kernel(
                     PDL,
                 ),
             ),
-            (_fetch_inputs, (board, buffers, x, x_more, num_steps, MORE, PDL)),
+            (_fetch_inputs, (board, buffers, x, x_more, num_steps, MORE, FEW, PDL)),
             (_fetch, (board, buffers, weights, row_tiles, num_steps)),
             (_claim, (lists, num_blocks, claims, board, row_tiles, TOKENS, PARTS)),
         ],
@@ -806,11 +849,13 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
     stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     more = MORE if tokens >= LEAST_DIVIDED else 0
+    is_few = not more and num_tokens * top_k <= len(weight.factors)
     columns = tokens if more else 2 * tokens
-    room = _SHARED_MEMORY // per_sm - 2 * ROWS * columns - 1024
+    memory = _FEW_SHARED_MEMORY if is_few else _SHARED_MEMORY
+    room = memory // per_sm - 2 * ROWS * columns - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
         _descriptor(x.values, [columns, BLOCK], gl.float8e4nv, 128),
-        _descriptor(x.values, [columns // 2, BLOCK], gl.float8e4nv, 128),
+        _descriptor(x.values, [_FEW_ROWS if is_few else columns // 2, BLOCK], gl.float8e4nv, 128),
         _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
         _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
         weight.factors,
@@ -832,6 +877,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         SPLITS=out.dtype == torch.float8_e4m3fn,
+        FEW=is_few,
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),

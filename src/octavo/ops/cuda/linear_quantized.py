@@ -2,7 +2,7 @@
 
 Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py, and from 65 on
 linear_hopper_persistent.py; one token times FP8 is linear_gemv.py's, or where products follow each
-other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 16 bfloat16
+other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up to 64 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
@@ -264,7 +264,7 @@ class QuantizedCudaLinear:
 
     def rounding(self, num_tokens: int) -> Rounding:
         """See RoundingKernel.rounding."""
-        if num_tokens > MAX_EXACT_TOKENS:
+        if num_tokens > MAX_EXACT_TOKENS and self._rounding is not Rounding.NONE:
             return self._rounding
         is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
         return Rounding.IN_TWO if is_in_two else Rounding.NONE

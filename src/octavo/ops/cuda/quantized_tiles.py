@@ -31,7 +31,8 @@ _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
 _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
-MOST_IN_TWO = 16  # tokens whose inputs are two e4m3 numbers each; more were not measured
+MOST_IN_TWO = 64  # tokens whose inputs are two e4m3 numbers each; with more, gates and ups lose
+_MOST_OF_TILE_IN_TWO = 32  # of them in a tile
 _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
@@ -323,17 +324,16 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
     each take longer, and so do tiles of 128 rows (docs/experiments.md).
     """
     halves = 2 if product.is_gated else 1
+    tokens = min(product.tokens, _MOST_OF_TILE_IN_TWO)
     columns, stages = 4 * BLOCK, 0
     while stages < 3:
         columns //= 2
-        stages = _SHARED_MEMORY // 2 // (columns * (64 * halves + 2 * product.tokens))
+        stages = _SHARED_MEMORY // 2 // (columns * (64 * halves + 2 * tokens))
     num_blocks = triton.cdiv(product.size, columns)
-    num_tiles = triton.cdiv(product.num_rows, 64)
+    num_tiles = triton.cdiv(product.num_rows, 64) * triton.cdiv(product.tokens, tokens)
     per_sm = 2 if product.size > _LONG_ROW else 1
     splits = 1 if product.is_gated else _splits(product.tokens, num_tiles, num_blocks, per_sm)
-    return linear_table.Tiles(
-        product.tokens, 64, columns, stages, splits=splits, per_sm=2, early=True
-    )
+    return linear_table.Tiles(tokens, 64, columns, stages, splits=splits, per_sm=2, early=True)
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:
