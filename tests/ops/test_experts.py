@@ -542,6 +542,45 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
         assert torch.equal(kernel.apply_partial(x, routed), got)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("epilogue", "top_k", "size", "inner"),
+    [
+        (Epilogue.CLAMPED_SWIGLU, 4, 2880, 2880),
+        (Epilogue.CLAMPED_SWIGLU, 1, 3200, 288),  # two stages for a unit of gates
+        (Epilogue.SILU_MUL, 8, 2048, 768),
+        (Epilogue.SILU_MUL, 3, 320, 160),
+    ],
+)
+def test_mxfp4_down_projections_of_one_token_find_all_gates(
+    epilogue: Epilogue, top_k: int, size: int, inner: int
+) -> None:
+    """In one launch after the other, also of a graph, and after gates that are not numbers."""
+    device = torch.device("cuda")
+    config = RoutingConfig(num_experts=8, top_k=top_k)
+    dense = expert_weights(8, size, inner, device, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    x = numbers(1, size, device=device).bfloat16()
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, device), config, x.float())
+    kernel = gpu_kernel(weights, epilogue, torch.bfloat16)
+    got = kernel.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (total(got) - wanted).norm() < 5e-3 * wanted.norm()
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    for _ in range(200):
+        assert torch.equal(kernel.apply_partial(x, routed), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [kernel.apply_partial(each, routed) for each in (x, x, bad, x, x)]
+    for _ in range(200):
+        graph.replay()
+        assert results[2].isnan().all()
+        assert all(torch.equal(results[i], got) for i in (0, 1, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "block_rows", "epilogue", "size"),
     [

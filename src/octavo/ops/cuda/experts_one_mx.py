@@ -64,8 +64,8 @@ _TILE_OCTETS = tl.constexpr(ROWS // _OCTET)
 _WARPS = 8  # that multiply, of a team
 _TEAMS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand
-_MOST_ROUNDS = 3  # blocks of each warp in a stage
-_STAGES = 2  # of a team
+# Blocks of each warp in a stage, and stages of a team.
+_MOST_ROUNDS, _STAGES = 3, 2
 _REGISTERS = 96  # of a thread, before partitions get what they need
 _PARTS = tl.constexpr(2)  # units of a team whose sums may wait
 _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
