@@ -6,7 +6,8 @@ use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
-but for those that wait for others, by adding 0 to a number in memory: then the next one begins.
+but for those that may wait for others, by adding 0 to a number in memory, or by a volatile load:
+then the next one begins.
 """
 
 from __future__ import annotations

@@ -88,20 +88,11 @@ def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) 
     return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def mix_one_mx(
-    x: Tensor,
-    routed: Routed,
-    up: ExpertProjection,
-    down: ExpertProjection,
-    num_programs: int | None = None,
-) -> Tensor:
-    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size].
-
-    num_programs: at most as many as there are SMs, which is what they are without it.
-    """
+def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
     gates, downs = up.tables, down.tables
     top_k = routed.ids.shape[1]
-    num_programs = num_programs or num_sms(x.device)
+    num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
     out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
