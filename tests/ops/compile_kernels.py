@@ -314,7 +314,7 @@ def experts() -> None:
     """Routing by each rule, and experts of one token, of few and of many for each expert; of all
     forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
-    from octavo.ops.cuda import experts_mx_hopper, experts_one_packed
+    from octavo.ops.cuda import experts_mx_hopper, experts_one_mx, experts_one_packed
     from octavo.ops.cuda.expert_weights import ExpertMatrices
     from octavo.ops.cuda.experts_mx_hopper import MxExperts
     from octavo.ops.cuda.routing import CudaRouter, list_blocks
@@ -343,7 +343,7 @@ def experts() -> None:
     for module in (cuda_experts, experts_one_packed):  # what a GPU multiplies in pairs
         module.has_bfloat16_pairs = lambda device: True
     experts_mx_hopper._is_on_hopper = lambda device: True
-    cuda_experts.num_sms = lambda device: 132
+    cuda_experts.num_sms = experts_one_mx.num_sms = lambda device: 132
     dense = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
     zeros = torch.zeros(num, 2 * inner, size // 32, dtype=torch.int16)
     for quantize in (
@@ -369,10 +369,29 @@ def experts() -> None:
         for num_tokens in (*few_or_many, 8) if on_hopper else ():
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
+    bounded_experts_of_one_token()
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
     list_blocks(torch.zeros(64, 8, dtype=torch.int32), num, num_hit)
+
+
+def bounded_experts_of_one_token() -> None:
+    """experts_one_mx.py's kernel with biases and more inputs than a stage holds: `experts` has none
+    of these."""
+    from octavo.ops.cuda.experts_mx_hopper import MxExperts
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import QuantizedExpertWeights, Routed
+    from octavo.ops.quantized import MxFloat4
+
+    num, size, inner = 4, 3200, 192
+    up, down = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
+    biases = torch.zeros(num, 2 * inner).bfloat16(), torch.zeros(num, size).bfloat16()
+    weights = QuantizedExpertWeights(MxFloat4.quantize(up), MxFloat4.quantize(down), *biases)
+    kernel = MxExperts.of(weights, Epilogue.CLAMPED_SWIGLU, torch.bfloat16)
+    assert kernel is not None
+    routed = Routed(torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 4))
+    kernel.apply_partial(torch.zeros(1, size, dtype=torch.bfloat16), routed)
 
 
 def experts_on_hopper(

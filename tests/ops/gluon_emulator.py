@@ -6,7 +6,8 @@ use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
-but for those that wait for others, by adding 0 to a number in memory: then the next one begins.
+but for those that may wait for others, by adding 0 to a number in memory, or by a volatile load:
+then the next one begins.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float8e4nv": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
 }
@@ -99,8 +101,7 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        assert dtype == self.dtype
-        return Shared(self.values.view(shape))
+        return Shared(self.values.view(dtype).view(shape))
 
     _reinterpret = reinterpret
 
@@ -235,6 +236,7 @@ class _Namespaces:
             MBarrierLayout=lambda: "barrier",
         )
         copies = Copies()
+        polls = count()
         language = SimpleNamespace(
             **DTYPES,
             **{name: lambda *args, **options: None for name in LAYOUTS},
@@ -258,6 +260,7 @@ class _Namespaces:
             log2=torch.log2,
             floor=torch.floor,
             max=lambda values, axis: values.amax(axis),
+            min=lambda values, axis: values.amin(axis),
             sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
             where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
@@ -267,9 +270,9 @@ class _Namespaces:
             broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=_assembly,
             warp_specialize=_partitions,
-            load=_load,
+            load=partial(_load_of, halts, polls),
             store=_store,
-            atomic_add=partial(_atomic_add, halts, count()),
+            atomic_add=partial(_atomic_add, halts, polls),
         )
         self.meanings = {
             "gl": language,
@@ -341,6 +344,21 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
     return extreme
 
 
+def _load_of(
+    halts: threading.Event, polls: Iterator[int], pointer: Pointer, *args: Any, **options: Any
+) -> Any:
+    if options.get("volatile"):
+        _let_others_run(halts, polls)
+    return _load(pointer, *args, **options)
+
+
+def _let_others_run(halts: threading.Event, polls: Iterator[int]) -> None:
+    """A program that may wait for another one: the next one begins."""
+    halts.set()
+    time.sleep(1e-3)
+    assert next(polls) < PATIENCE / 1e-3, "a program waits for ever"
+
+
 def _load(
     pointer: Pointer,
     mask: Any = None,
@@ -382,9 +400,7 @@ def _atomic_add(
         before[i] = _atomic_add(halts, polls, place, int(value[i]), sem, scope)
         return block(before)
     if value == 0:
-        halts.set()
-        time.sleep(1e-3)
-        assert next(polls) < PATIENCE / 1e-3, "a program waits for ever"
+        _let_others_run(halts, polls)
     with _atomic:
         before = int(pointer.memory[int(pointer.offset)])
         pointer.memory[int(pointer.offset)] += value

@@ -542,12 +542,52 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
         assert torch.equal(kernel.apply_partial(x, routed), got)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("epilogue", "top_k", "size", "inner"),
+    [
+        (Epilogue.CLAMPED_SWIGLU, 4, 2880, 2880),
+        (Epilogue.CLAMPED_SWIGLU, 1, 3200, 288),  # two stages for a unit of gates
+        (Epilogue.SILU_MUL, 8, 2048, 768),
+        (Epilogue.SILU_MUL, 3, 320, 160),
+    ],
+)
+def test_mxfp4_down_projections_of_one_token_find_all_gates(
+    epilogue: Epilogue, top_k: int, size: int, inner: int
+) -> None:
+    """In one launch after the other, also of a graph, and after gates that are not numbers."""
+    device = torch.device("cuda")
+    config = RoutingConfig(num_experts=8, top_k=top_k)
+    dense = expert_weights(8, size, inner, device, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    x = numbers(1, size, device=device).bfloat16()
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, device), config, x.float())
+    kernel = gpu_kernel(weights, epilogue, torch.bfloat16)
+    got = kernel.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (total(got) - wanted).norm() < 5e-3 * wanted.norm()
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    for _ in range(200):
+        assert torch.equal(kernel.apply_partial(x, routed), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [kernel.apply_partial(each, routed) for each in (x, x, bad, x, x)]
+    for _ in range(200):
+        graph.replay()
+        assert results[2].isnan().all()
+        assert all(torch.equal(results[i], got) for i in (0, 1, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "block_rows", "epilogue", "size"),
     [
         (1, 5, 16, Epilogue.CLAMPED_SWIGLU, 320),
-        pytest.param(  # three blocks of a warp, of which two are loaded ahead
-            *(1, 5, 16, Epilogue.SILU_MUL, 1472), marks=pytest.mark.slow
+        (1, 5, 16, Epilogue.SILU_MUL, 1184),  # two blocks of each warp
+        pytest.param(  # two stages for a unit of gates
+            *(1, 5, 16, Epilogue.CLAMPED_SWIGLU, 3200), marks=pytest.mark.slow
         ),
         (3, 5, 16, Epilogue.SILU_MUL, 320),
         (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 320),
@@ -576,6 +616,7 @@ def test_mxfp4_on_hopper(
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
+    monkeypatch.setattr(experts_one_mx, "num_sms", lambda device: 2)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=num_experts, top_k=3)
     inner = 160
@@ -594,7 +635,14 @@ def test_mxfp4_on_hopper(
     got = total(experts.apply_partial(x, routed))
     wanted = mix(x.float(), routed, weights, epilogue)
     assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
-    if num_tokens > 1:
+    if num_tokens == 1:  # buffers take turns, and are left as they were
+        for _ in range(2):
+            assert torch.equal(total(experts.apply_partial(x, routed)), got)
+        bad = x.clone()
+        bad[0, 7] = torch.nan
+        assert total(experts.apply_partial(bad, routed)).isnan().all()
+        assert torch.equal(total(experts.apply_partial(x, routed)), got)
+    else:
         x[1, 7], x[2, 7] = torch.nan, torch.inf
         after = total(experts.apply_partial(x, routed))
         others = [0, *range(3, num_tokens)]

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.epilogue import Epilogue
@@ -35,7 +37,7 @@ _BIAS = 127 - 5 + MAX_SHIFT
 _GROUPS = BLOCK // MX_BLOCK
 
 
-def table_lookup(word: str, shifts: str, c: int, small: str, large: str) -> list[str]:
+def _table_lookup(word: str, shifts: str, c: int, small: str, large: str) -> list[str]:
     """PTX: of 8 numbers of a word, magnitudes of the first 4 from the table -> the octets of t, and
     those of the others, as places in the table -> high.
 
@@ -60,7 +62,7 @@ def _assembly() -> str:
     for c in range(4):
         word = f"${8 + c}"
         lines += [
-            *table_lookup(word, "$12", c, "0x14100800", "0x24201C18"),
+            *_table_lookup(word, "$12", c, "0x14100800", "0x24201C18"),
             f"lop3.b32 ${2 * c}, {word}, 0x80808080, t, 0xEA;",
             "prmt.b32 t, small, large, high;",
             f"shl.b32 high, {word}, 4;",
@@ -69,7 +71,48 @@ def _assembly() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-TO_FLOAT8 = tl.constexpr(_assembly())
+_TO_FLOAT8 = tl.constexpr(_assembly())
+_LOW = tl.constexpr(32.0)  # how much larger the second number of an input is kept
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@gluon.jit
+def _to_float8(words, shifts, LAYOUT: gl.constexpr):
+    """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
+    the tensor cores' left operand in registers."""
+    WORDS: gl.constexpr = words.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
+    none = gl.zeros(words.shape, gl.int32, WORDS)
+    # Of each word c and half h, e4m3 [ROWS, 16].
+    parts = gl.inline_asm_elementwise(
+        _TO_FLOAT8,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, none + shifts[:, None]],
+        dtype=(gl.float8e4nv,) * 8,
+        is_pure=True,
+        pack=4,
+    )
+    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
+    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
+    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
+    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _in_two(values):
+    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
+
+    Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
+    subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
+    again to be subtracted.
+    """
+    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
+    # 1.5 * 2^(e + 20) of a number with the exponent e, or of the least normal one, 2^-6.
+    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
+    large = bits.to(gl.float32, bitcast=True)
+    high = (values + large) - large
+    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ next one while a tile is computed: some SMs read memory faster than others. One 
 weights, another one inputs, STAGES deep and on into the next tile; a warpgroup turns words into
 e4m3, the left operand in registers, by 10 operations for 8 weights and their scale, multiplies and
 stores. Most experts have fewer tokens than a tile holds: of its second half, only the quarters that
-have tokens are fetched and multiplied. One token has kernels of its own (experts_one_mx.py).
+have tokens are fetched and multiplied. One token has a kernel of its own (experts_one_mx.py).
 
 Inputs of a tile of 16 tokens are half as many bytes as the weights that they are multiplied by.
 Where an expert has about one token (FEW), no more are fetched than there are, four at a time.
@@ -40,17 +40,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.expert_tables import (
+    _LOW,
     MAX_SHIFT,
     ROWS,
-    TO_FLOAT8,
     ExpertProjection,
     ExpertTables,
+    _in_two,
+    _to_float8,
 )
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
-from octavo.ops.cuda.experts_one_mx import mix_one_mx
+from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
@@ -72,27 +74,10 @@ _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
 _MAX_STAGES = 12
-_LOW = tl.constexpr(32.0)  # how much larger the second number is kept
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
 _IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def _in_two(values):
-    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
-
-    Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
-    subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
-    again to be subtracted.
-    """
-    bits = values.to(gl.int32, bitcast=True) & 0x7F800000
-    # 1.5 * 2^(e + 20) of a number with the exponent e, or of the least normal one, 2^-6.
-    bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
-    large = bits.to(gl.float32, bitcast=True)
-    high = (values + large) - large
-    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -308,29 +293,6 @@ def _fetch_inputs(
             step += 1
         turn += 1
         expert, _row_tile, begin, end = _task(board, turn)
-
-
-@gluon.jit
-def _to_float8(words, shifts, LAYOUT: gl.constexpr):
-    """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
-    the tensor cores' left operand in registers."""
-    WORDS: gl.constexpr = words.type.layout
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
-    none = gl.zeros(words.shape, gl.int32, WORDS)
-    # Of each word c and half h, e4m3 [ROWS, 16].
-    parts = gl.inline_asm_elementwise(
-        TO_FLOAT8,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
-        [words, none + shifts[:, None]],
-        dtype=(gl.float8e4nv,) * 8,
-        is_pure=True,
-        pack=4,
-    )
-    first = gl.join(gl.join(parts[0], parts[4]), gl.join(parts[2], parts[6]))
-    second = gl.join(gl.join(parts[1], parts[5]), gl.join(parts[3], parts[7]))
-    values = gl.join(first, second)  # [ROWS, 16, c / 2, c % 2, h]
-    values = values.permute((0, 2, 3, 4, 1)).reshape([words.shape[0], _BLOCK])
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -781,11 +743,13 @@ class MxExperts:
     def of(
         cls, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
     ) -> MxExperts | None:
-        """None: other kernels compute such weights, or inputs of this dtype."""
+        """None: other kernels compute such weights, or inputs of this dtype or number."""
         up, down = weights.up, weights.down
         if not (isinstance(up, MxFloat4) and isinstance(down, MxFloat4)):
             return None
         if dtype != torch.bfloat16 or not _is_on_hopper(up.device):
+            return None
+        if max(up.shape[2], down.shape[2]) > MOST_INPUTS:
             return None
         up_tables = ExpertTables.of(up, num_first=up.shape[1] // 2)
         down_tables = ExpertTables.of(down) if up_tables is not None else None

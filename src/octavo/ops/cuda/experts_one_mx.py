@@ -1,16 +1,28 @@
-"""The MXFP4 experts of one token on Hopper GPUs.
+"""The MXFP4 experts of one token on Hopper GPUs: both projections in one kernel.
 
-As in linear_gemv_packed.py, a program computes a few rows, its warps share their inputs, and words
-go from memory straight to the registers that tensor cores read, where they become float16: by a
-table of eight bytes, the upper ones of a float16, to whose exponents the scale is added. They lie
-as experts_mx_hopper.py needs them (expert_tables.py). All columns of the right operand are the same
-token; inputs become float16 by a power of two, which is exact down to 2^-28 of the largest.
+Each SM has a program, which takes units one after the other: 8 rows of each of two matrices
+(expert_tables.py), gates and ups of all experts first and then down projections. A program has two
+teams, which take turns: a warp that fetches weights by TMA into a ring in shared memory, eight
+warps that multiply, and a warp that makes results of their sums. So memory is busy from the moment
+at which the experts are known to the end; a kernel for each projection would begin and end twice.
 
-Which experts the token takes is known when gates and ups begin, so the second kernel, which starts
-while the first one ends, loads weights before it waits for it.
+The warps of a team share the inputs of a unit. Each turns its words into e4m3, as
+experts_mx_hopper.py does, and multiplies them by two e4m3 numbers for each input. A product of
+tensor cores has 16 columns here, two for each of eight warps: a warp's own two have the inputs that
+belong to its words, and what its rows make of the others is dropped.
+
+Gates announce themselves to the teams that take down projections, as attention's partial results
+do (attention_decode.py): a place holds EMPTY until its results have come. Of two buffers that take
+turns, a launch makes the one EMPTY again that it does not use; which one that is follows from a
+counter of all programs that have begun. Programs wait for each other and must all run at once: one
+for each SM does, as it takes more than half of the shared memory. Two on an SM would not always
+do, because an SM that still has programs of another kernel does not enlarge its shared memory.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,295 +30,926 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.ops.cuda.expert_tables import ROWS, ExpertProjection, table_lookup
+from octavo.ops.cuda.expert_tables import (
+    _LOW,
+    ROWS,
+    ExpertProjection,
+    ExpertTables,
+    _in_two,
+    _to_float8,
+)
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.linear_hopper import _activate_gated
+from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.two_float8 import scales_of_two
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
+EMPTY = tl.constexpr(-2147483648)  # minus zero and zeros
+MOST_INPUTS = 24 << 10  # of a matrix, whose e4m3 numbers both teams keep in shared memory
 _BLOCK = tl.constexpr(BLOCK)
-_TILE_ROWS = tl.constexpr(ROWS)
-_ROWS = 16  # of each of two matrices in a program
-_PART_ROWS = tl.constexpr(_ROWS)
-_TOKENS = tl.constexpr(8)  # columns of the right operand
-_WARPS = 4
-_AHEAD = 2  # blocks of each warp that are loaded before the first one is multiplied
-_REGISTERS = 128  # of a thread: four programs share an SM
+_OCTET = 8  # rows of each matrix in a unit
+_ROWS = tl.constexpr(_OCTET)
+_TILE_OCTETS = tl.constexpr(ROWS // _OCTET)
+_WARPS = 8  # that multiply, of a team
+_TEAMS = tl.constexpr(2)
+_COLUMNS = tl.constexpr(2 * _WARPS)  # of the right operand
+# Blocks of each warp in a stage, and stages of a team.
+_MOST_ROUNDS, _STAGES = 3, 2
+_REGISTERS = 96  # of a thread, before partitions get what they need
+_PARTS = tl.constexpr(2)  # units of a team whose sums may wait
+_BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
-def _assembly() -> str:
-    """PTX: words $8 and $9 of one row, with halves of the shifts of their groups in two octets of
-    $10, -> two float16 in each of $0 to $7, of which 4 c to 4 c + 3 are those of word c."""
-    lines = [".reg .b32 low, high, shift, small, large, t;"]
-    for c in range(2):
-        word = f"${8 + c}"
-        lines += [
-            # Upper bytes of float16, of 2^-5 times the numbers.
-            *table_lookup(word, "$10", c, "0x2A282400", "0x32302E2C"),
-            f"lop3.b32 t, {word}, 0x80808080, t, 0xEA;",
-            f"prmt.b32 ${4 * c}, t, 0, 0x1404;",
-            f"prmt.b32 ${4 * c + 1}, t, 0, 0x3424;",
-            "prmt.b32 t, small, large, high;",
-            f"shl.b32 high, {word}, 4;",
-            "lop3.b32 t, high, 0x80808080, t, 0xEA;",
-            f"prmt.b32 ${4 * c + 2}, t, 0, 0x1404;",
-            f"prmt.b32 ${4 * c + 3}, t, 0, 0x3424;",
-        ]
-    return "{" + "\n".join(lines) + "}"
+class Exchange(NamedTuple):
+    """Through which gates come to the down projections."""
+
+    places: Tensor  # int32 [2, top_k, blocks * 64]: two numbers of 16 bits, or four of 8, each
+    tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
 
 
-_TO_FLOAT16 = tl.constexpr(_assembly())
+@cache
+def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) -> Exchange:
+    """For one stream, and launches with as many programs."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
+    shape = 2, top_k, blocks * BLOCK // 2
+    places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
+    return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
     """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
+    gates, downs = up.tables, down.tables
     top_k = routed.ids.shape[1]
-    inner = x.new_empty((top_k, down.tables.size))
-    _launch(x, up, inner, routed)
+    num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
     out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
-    _launch(inner, down, out, routed)
-    return out
-
-
-def _launch(x: Tensor, projection: ExpertProjection, out: Tensor, routed: Routed) -> None:
-    """One projection of all experts of the token."""
-    weight, bias, epilogue = projection
-    count = triton.cdiv(weight.num_blocks, _WARPS)
-    experts_one_kernel[(weight.num_tiles * (ROWS // _ROWS), routed.ids.shape[1])](
+    up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
+    experts_one_kernel[(num_programs,)](
         x,
-        weight.words,
-        weight.shifts,
-        weight.factors,
-        bias,
+        *_descriptors(gates),
+        *_descriptors(downs),
+        gates.factors,
+        downs.factors,
+        up.bias,
+        down.bias,
+        *_exchange(x.device, top_k, downs.num_blocks, num_programs),
         out,
         routed.ids,
         routed.weights,
-        out.shape[-1],
-        weight.num_rows,
-        weight.num_first,
-        weight.num_tiles,
-        weight.num_blocks,
-        weight.size,
-        COUNT=count,
-        AHEAD=min(count, _AHEAD),
-        EPILOGUE=int(epilogue),
-        GATED=epilogue.is_gated,
+        gates.size,
+        gates.num_rows,
+        downs.num_rows,
+        gates.num_first,
+        downs.num_first,
+        gates.num_tiles,
+        downs.num_tiles,
+        triton.cdiv(gates.num_first, _OCTET),
+        triton.cdiv(downs.num_first, _OCTET),
+        UP_ROUNDS=up_rounds,
+        DOWN_ROUNDS=down_rounds,
+        SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
+        STAGES=_STAGES,
+        TOP_K=top_k,
+        EPILOGUE=int(up.epilogue),
+        BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         **launch_options(x.device),
     )
+    return out
 
 
-@gluon.jit
-def _regrouped(values):
-    """A thread's four neighbours in the last dimension as two pairs, eight elements apart."""
-    A: gl.constexpr = values.shape[0]
-    B: gl.constexpr = values.shape[1]
-    C: gl.constexpr = values.shape[2]
-    parts = values.reshape([A, B, C // 16, 4, 2, 2]).permute((0, 1, 2, 4, 3, 5))
-    return parts.reshape([A, B, C])
-
-
-@gluon.jit
-def _to_float16(words, shifts):
-    """Words int32 [WARPS, 16, 16], in order of t and c, and halves of shifts int32 [WARPS, 16] as
-    eight left operands of float16 [WARPS, 16, 16], of which 2 c and 2 c + 1 are those of words c.
-
-    Inputs are in the order of `_regrouped`."""
-    A: gl.constexpr = words.shape[0]
-    B: gl.constexpr = words.shape[1]
-    pairs = words.reshape([A, B, 4, 2, 2]).permute((0, 1, 2, 4, 3))
-    groups = gl.split(pairs)
-    LAYOUT: gl.constexpr = groups[0].type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
-    found = ()
-    for i in gl.static_range(2):
-        own = groups[i]
-        fields = gl.convert_layout(shifts >> (16 * i), BY_ROW, assert_trivial=True)
-        spread = gl.zeros(own.shape, gl.int32, LAYOUT) + fields[:, :, None, None]
-        parts = gl.inline_asm_elementwise(
-            _TO_FLOAT16,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-            [own, spread],
-            dtype=(gl.float16,) * 8,
-            is_pure=True,
-            pack=2,
-        )
-        for k in gl.static_range(4):
-            values = gl.join(parts[2 * k], parts[2 * k + 1])  # [A, B, t, pair, half]
-            values = values.permute((0, 1, 4, 2, 3)).reshape([A, B, 16])
-            found += (values,)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
-def _load(source, i):
-    """Of each warp's i-th block, the words of both matrices and all shifts: 0 if it has none."""
-    words, shifts, word_blocks, shift_blocks, num_blocks = source
-    own = word_blocks + i * gl.num_warps()
-    places = words + own * (_TILE_ROWS * 32)
-    first = gl.load(places, mask=own < num_blocks, other=0)
-    second = gl.load(places + 16, mask=own < num_blocks, other=0)
-    own = shift_blocks + i * gl.num_warps()
-    places = shifts + own * (_TILE_ROWS // 16 * 32)
-    return first, second, gl.load(places, mask=own < num_blocks, other=0)
-
-
-@gluon.jit
-def _of_both(shifts, LAYOUT: gl.constexpr):
-    """Halves of the shifts of both matrices, int32 [WARPS, 16] each, of what lies in memory."""
-    WARPS: gl.constexpr = shifts.shape[0]
-    pairs = (shifts >> 1).reshape([WARPS, 8, 2, 2]).permute((0, 3, 1, 2))
-    first, second = gl.split(pairs.reshape([WARPS, 16, 2]))
+def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """For TMA: what eight blocks have of eight rows of both matrices, and the shifts of 16."""
+    blocks = tables.num_blocks
+    words = tables.words.view(-1, blocks, ROWS, 32)
+    shifts = tables.shifts.view(-1, blocks, ROWS // 16, 32)
+    swizzled, plain = (gl.NVMMASharedLayout(each, 32, rank=4) for each in (128, 0))
     return (
-        gl.convert_layout(first, LAYOUT, assert_trivial=True),
-        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+        TensorDescriptor.from_tensor(words, [1, _WARPS, _OCTET, 32], swizzled),
+        TensorDescriptor.from_tensor(shifts, [1, _WARPS, 1, 32], plain),
     )
 
 
 @gluon.jit
-def _keep_inputs(x, tiles, size):
-    """Write x [size] to tiles float16 [COUNT, WARPS, 1, BLOCK] of shared memory, divided by a power
-    of two, which is returned."""
-    COUNT: gl.constexpr = tiles.shape[0]
-    WARPS: gl.constexpr = tiles.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
-    blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))
-    inner = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
-    columns = blocks[:, None, None] * _BLOCK + inner[None, None, :]
-    given = ()
-    for i in gl.static_range(COUNT):
-        start = i * (WARPS * _BLOCK)
-        values = gl.load(x + start + columns, mask=columns < size - start, other=0.0)
-        given += (values,)  # type: ignore[assignment]
-    largest = gl.zeros([WARPS, 1, _BLOCK], gl.float32, WIDE)
-    for i in gl.static_range(COUNT):
-        values = given[i].to(gl.float32)
-        largest = gl.maximum(largest, gl.maximum(values, -values))
-    most = gl.max(gl.max(gl.max(largest, 2), 1), 0)
-    exponent = gl.floor(gl.log2(gl.maximum(most, 1e-30))) - 14
-    for i in gl.static_range(COUNT):
-        values = given[i].to(gl.float32) * gl.exp2(-exponent)
-        tiles.index(i).store(values.to(gl.float16))
-    return gl.exp2(exponent)
+def _load_ids(ids, TOP_K: gl.constexpr):
+    experts = ()
+    for i in gl.static_range(TOP_K):
+        experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return experts
+
+
+@gluon.jit
+def _expert_of(experts, slot):
+    """The expert of a slot, of the experts of all."""
+    expert = experts[0]
+    for i in gl.static_range(1, len(experts)):
+        expert = gl.where(slot == i, experts[i], expert)
+    return expert
+
+
+@gluon.jit
+def _units_of(num_gates, TEAM: gl.constexpr):
+    """A team's first units of gates and of down projections, and how far its units are from each
+    other: units of both are counted together."""
+    step = _TEAMS * gl.num_programs(0)
+    first = gl.program_id(0) + TEAM * gl.num_programs(0)
+    own_gates = gl.cdiv(gl.maximum(num_gates - first, 0), step)
+    return first, first + own_gates * step - num_gates, step
+
+
+@gluon.jit
+def _following(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and how often it was used before, modulo 2."""
+    is_last = stage == STAGES - 1
+    return gl.where(is_last, 0, stage + 1), gl.where(is_last, 1 - phase, phase)
+
+
+@gluon.jit
+def _fetch_units(
+    source,
+    experts,
+    ring,
+    stage,
+    phase,
+    first,
+    slot,
+    octet,
+    step,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Load the words and shifts of a team's units of one projection; the next stage and phase.
+
+    slot, octet: of the first unit.
+    """
+    words, shifts, octets, num_tiles = source
+    tiles, shift_tiles, ready, free = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    WARPS: gl.constexpr = words.block_type.shape[1]
+    BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
+    for unit in range(first, len(experts) * octets, step):
+        tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
+        octet = octet % _TILE_OCTETS
+        for begin in gl.static_range(0, ROUNDS, SLOTS):
+            mbarrier.wait(free.index(stage), 1 - phase)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, min(SLOTS, ROUNDS - begin) * BYTES)
+            for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
+                place = stage * SLOTS + i
+                block = (begin + i) * WARPS
+                _fetch_tile(words, [tile, block, octet * _ROWS, 0], bar, tiles.index(place))
+                _fetch_tile(shifts, [tile, block, octet // 2, 0], bar, shift_tiles.index(place))
+            stage, phase = _following(stage, phase, STAGES)
+        slot = (unit + step) // octets
+        octet = (unit + step) % octets
+    return stage, phase
+
+
+@gluon.jit
+def _fetch(
+    ids,
+    up,
+    down,
+    ring,
+    UP_ROUNDS: gl.constexpr,
+    DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    TEAM: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that loads a team's weights."""
+    first, first_down, step = _units_of(TOP_K * up[2], TEAM)
+    # The next loads depend on ids, and what can be is done before they are there.
+    slot, octet = first // up[2], first % up[2]
+    down_slot, down_octet = first_down // down[2], first_down % down[2]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    experts = _load_ids(ids, TOP_K)
+    none = gl.to_tensor(0)
+    stage, phase = _fetch_units(
+        up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
+    )
+    _fetch_units(
+        down,
+        experts,
+        ring,
+        stage,
+        phase,
+        first_down,
+        down_slot,
+        down_octet,
+        step,
+        DOWN_ROUNDS,
+        SLOTS,
+    )
+
+
+@gluon.jit
+def _multiply_unit(
+    ring,
+    stage,
+    phase,
+    x_tiles,
+    is_second,
+    LAYOUT: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """The sums of a unit in each warp, [WARPS, 16, 4], of which one of four is not zero: of 8 rows
+    of both matrices. The unit's last stage is not given back.
+
+    is_second: whether the rows are the second half of those that shifts lie together of.
+    """
+    tiles, shift_tiles, ready, free = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    OF_WARPS: gl.constexpr = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    # As _of_stage of experts_mx_hopper.py, but of row r, and of the same row of the other matrix.
+    LOADED: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 16]],
+        [[0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        OF_WARPS,
+        [],
+        [1, WARPS, 8, 32],
+    )
+    SHIFTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2]],
+        [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16]],
+        OF_WARPS,
+        [],
+        [1, WARPS, 1, 32],
+    )
+    acc = gl.zeros([16 * WARPS, _COLUMNS], gl.float32, LAYOUT)
+    for begin in gl.static_range(0, ROUNDS, SLOTS):
+        if begin > 0:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            stage, phase = _following(stage, phase, STAGES)
+        mbarrier.wait(ready.index(stage), phase)
+        for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
+            words = tiles.index(stage * SLOTS + i).load(LOADED).reshape([WARPS, 8, 2, 16])
+            words = words.permute((0, 2, 1, 3)).reshape([16 * WARPS, 16])
+            shifts = shift_tiles.index(stage * SLOTS + i).load(SHIFTS)
+            first, second = gl.split(shifts.reshape([WARPS, 8, 2, 2]))
+            own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([16 * WARPS])
+            own = gl.convert_layout(own, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+            inputs = x_tiles.index(begin + i).permute((1, 0))
+            acc = warpgroup_mma(_to_float8(words, own, LAYOUT), inputs, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    warp = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LAYOUT)) // 16
+    of_warp = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT)) // 2
+    own = gl.where(warp[:, None] == of_warp[None, :], acc, 0.0)
+    high, low = gl.split(own.reshape([WARPS, 16, WARPS // 4, 4, 2]))
+    return gl.sum(high + low * (1.0 / _LOW), 2), stage, phase
+
+
+@gluon.jit
+def _leave(sums, scale, board, free, stage, turn):
+    """Give a unit's sums to the partition that makes results of them, and its last stage back."""
+    parts, given, taken = board
+    slot = turn % _PARTS
+    mbarrier.wait(taken.index(slot), (turn // _PARTS + 1) & 1)
+    parts.index(slot).store(sums * scale)
+    _barrier()
+    mbarrier.arrive(free.index(stage), count=1)
+    mbarrier.arrive(given.index(slot), count=1)
+
+
+@gluon.jit
+def _multiply(
+    x,
+    size,
+    places,
+    ring,
+    x_tiles,
+    board,
+    launch,
+    up_octets,
+    down_octets,
+    UP_ROUNDS: gl.constexpr,
+    DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    TEAM: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that multiplies a team's units."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
+    )
+    STAGES: gl.constexpr = ring[2].shape[0]
+    SHAPE: gl.constexpr = [x_tiles.shape[0], _COLUMNS, _BLOCK // 4]
+    AS_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    if _IS_PUBLIC:
+        x_words = x_tiles.reinterpret(gl.int32, SHAPE, AS_WORDS)
+    else:
+        x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
+    free = ring[3]
+    num_gates = TOP_K * up_octets
+    first, first_down, step = _units_of(num_gates, TEAM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
+    turn = gl.to_tensor(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    inner = up_octets * _ROWS
+    words_each = gl.cdiv(inner, _BLOCK) * (_BLOCK // 2)
+    num_downs = TOP_K * down_octets
+    found = _no_gates(DOWN_ROUNDS, BOUNDED)
+    for unit in range(first, num_gates, step):
+        is_second = unit % up_octets % 2 == 1
+        if unit + step >= num_gates:  # Gates are asked for one unit ahead.
+            own_places = places + _own_buffer(launch) * (TOP_K * words_each)
+            own_places += gl.minimum(first_down, num_downs - 1) // down_octets * words_each
+            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+        sums, stage, phase = _multiply_unit(
+            ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
+        )
+        _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
+        stage, phase = _following(stage, phase, STAGES)
+        turn += 1
+    places = places + _own_buffer(launch) * (TOP_K * words_each)
+    for unit in range(first_down, num_downs, step):
+        is_second = unit % down_octets % 2 == 1
+        while _lowest(found) == EMPTY:
+            own_places = places + unit // down_octets * words_each
+            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+        if BOUNDED:
+            for i in gl.static_range(DOWN_ROUNDS):
+                x_words.index(i).store(found[i])
+            fence_async_shared()
+            _barrier()
+        else:
+            down_scale = _store_in_two(_pairs(found), x_tiles)
+        following = gl.minimum(unit + step, num_downs - 1)
+        next_places = places + following // down_octets * words_each
+        found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
+        sums, stage, phase = _multiply_unit(
+            ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
+        )
+        own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(down_scale, sums)
+        _leave(sums, own_scale, board, free, stage, turn)
+        stage, phase = _following(stage, phase, STAGES)
+        turn += 1
+
+
+@gluon.jit
+def _by_warp(values, like):
+    """Values of warps for a tensor [WARPS, 16, 4]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+    return gl.convert_layout(values, LAYOUT)[:, None, None]
+
+
+@gluon.jit
+def _load_inputs(x, size, ROUNDS: gl.constexpr):
+    """x [size] as ROUNDS times [WARPS, BLOCK]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LOADED))
+    inner = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LOADED))
+    columns = blocks[:, None] * _BLOCK + inner[None, :]
+    found = ()
+    for i in gl.static_range(ROUNDS):
+        own = i * (WARPS * _BLOCK) + columns
+        found += (gl.load(x + own, mask=own < size, other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _store_in_two(values, x_tiles):
+    """Write [WARPS, BLOCK] each as two e4m3 numbers, times a power of two for each warp; what sums
+    are to be multiplied by, [WARPS]."""
+    largest = gl.abs(values[0].to(gl.float32))
+    for i in gl.static_range(1, len(values)):
+        largest = gl.maximum(largest, gl.abs(values[i].to(gl.float32)))
+    factor, scale = scales_of_two(gl.max(largest, 1))
+    for i in gl.static_range(len(values)):
+        high, low = _in_two(values[i].to(gl.float32) * factor[:, None])
+        both = gl.join(high, low).permute((0, 2, 1)).reshape([_COLUMNS, _BLOCK])
+        x_tiles.index(i).store(both)
+    fence_async_shared()
+    _barrier()
+    return scale
+
+
+@gluon.jit
+def _gate_words(BOUNDED: gl.constexpr):
+    """Of the words of a slot's places that each warp takes first, the places and the gates: [2
+    WARPS, 32] with four e4m3 each, or [WARPS, 64] with pairs."""
+    WARPS: gl.constexpr = gl.num_warps()
+    EACH: gl.constexpr = 2 if BOUNDED else 1
+    WIDTH: gl.constexpr = _BLOCK // (2 * EACH)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [EACH, 32 // EACH], [WARPS, 1], [1, 0])
+    row = gl.arange(0, EACH * WARPS, layout=gl.SliceLayout(1, LOADED))
+    word = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOADED))
+    gate = (row // EACH)[:, None] * _BLOCK + (word * (2 * EACH))[None, :]
+    return row[:, None] * WIDTH + word[None, :], gate
+
+
+@gluon.jit
+def _load_gates(places, num_gates, ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
+    """A slot's places, as they are now."""
+    WARPS: gl.constexpr = gl.num_warps()
+    place, gate = _gate_words(BOUNDED)
+    found = ()
+    for i in gl.static_range(ROUNDS):
+        own = places + i * (WARPS * _BLOCK // 2) + place
+        is_gate = i * (WARPS * _BLOCK) + gate < num_gates
+        found += (gl.load(own, mask=is_gate, other=0, volatile=True),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _no_gates(ROUNDS: gl.constexpr, BOUNDED: gl.constexpr):
+    """What `_load_gates` returns where nothing has come."""
+    place, _gate = _gate_words(BOUNDED)
+    found = ()
+    for _i in gl.static_range(ROUNDS):
+        found += (gl.zeros_like(place) + EMPTY,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _lowest(found):
+    lowest = found[0]
+    for i in gl.static_range(1, len(found)):
+        lowest = gl.minimum(lowest, found[i])
+    return gl.min(gl.min(lowest, 1), 0)
+
+
+@gluon.jit
+def _pairs(words):
+    """Words [WARPS, 64] of two bfloat16 each as [WARPS, BLOCK]."""
+    found = ()
+    for i in gl.static_range(len(words)):
+        first, second = gl.inline_asm_elementwise(
+            "mov.b32 $0, $2; mov.b32 $1, $3;",
+            "=r,=r,r,r",
+            [words[i]],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+        # Of two words that follow each other, the first has the first two numbers of four.
+        values = gl.join(first, second).reshape([words[i].shape[0], _BLOCK // 4, 2, 2])
+        values = values.permute((0, 1, 3, 2)).reshape([words[i].shape[0], _BLOCK])
+        found += (values,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _load_rows(source, unit, octets, num_rows, num_first, LAYOUT: gl.constexpr):
+    """Factors and biases of 8 rows of both matrices; of any, if there is no such unit.
+
+    Volatile: the compiler does not move loads behind what follows.
+    """
+    factors, bias, experts = source
+    unit = gl.minimum(unit, len(experts) * octets - 1)
+    expert = _expert_of(experts, unit // octets)
+    rows = unit % octets * _ROWS + gl.arange(0, _ROWS, layout=LAYOUT)
+    own = expert.to(gl.int64) * num_rows + gl.minimum(rows, num_rows - 1)
+    second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + rows, num_rows - 1)
+    factor = gl.load(factors + own, volatile=True)
+    second_factor = gl.load(factors + second, volatile=True)
+    shift = gl.zeros([_ROWS], gl.float32, LAYOUT)
+    second_shift = shift
+    if bias is not None:
+        shift = gl.load(bias + own, volatile=True).to(gl.float32)
+        second_shift = gl.load(bias + second, volatile=True).to(gl.float32)
+    return factor, second_factor, shift, second_shift
+
+
+@gluon.jit
+def _added(board, turn):
+    """What all warps' sums of a unit add up to, of 8 rows of both matrices."""
+    parts, given, taken = board
+    slot = turn % _PARTS
+    mbarrier.wait(given.index(slot), (turn // _PARTS) & 1)
+    WARPS: gl.constexpr = parts.shape[1]
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0], [4, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]],
+        [],
+        [],
+        [WARPS, 16, 4],
+    )
+    found = parts.index(slot).load(ALL)
+    _barrier()
+    mbarrier.arrive(taken.index(slot), count=1)
+    total = gl.sum(gl.sum(found, 2), 0).reshape([2, 8]).permute((1, 0))
+    return gl.split(total)
+
+
+@gluon.jit
+def _begin(places, tickets, launch, words_all):
+    """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
+    one."""
+    numbers, told = launch
+    num_programs = gl.num_programs(0)
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    none = gl.zeros_like(lanes)
+    first = lanes == 0
+    before = gl.atomic_add(tickets + none, none + 1, mask=first, sem="relaxed", scope="gpu")
+    ticket = gl.sum(gl.where(first, before, 0), 0)
+    own = (ticket >= num_programs).to(gl.int32)
+    if ticket == 2 * num_programs - 1:  # All programs of both launches have begun.
+        gl.store(tickets, 0)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.store(gl.zeros([1], gl.int32, ONE) + own)
+    _barrier()
+    mbarrier.arrive(told.index(0), count=1)
+    others = places + (1 - own) * words_all
+    for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
+        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
+    return own
+
+
+@gluon.jit
+def _announce(result, places, row, BOUNDED: gl.constexpr):
+    """Store 8 gates of a slot, from `row` on, to its places."""
+    # A thread has all numbers of a word.
+    WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    if BOUNDED:
+        high, low = _in_two(result * _BOUNDED)
+        own = places + row // _BLOCK * (_BLOCK // 2) + row % _BLOCK // 4
+        _store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
+        _store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
+    else:
+        bits = gl.convert_layout(result, WIDE).to(gl.bfloat16).to(gl.int16, bitcast=True)
+        first, second = gl.split((bits.to(gl.int32) & 0xFFFF).reshape([_ROWS // 2, 2]))
+        _store_words(first | (second << 16), places + row // 2)
+
+
+@gluon.jit
+def _words_of_octets(values):
+    """e4m3 [8] as int32 [2]."""
+    octets = values.to(gl.int8, bitcast=True).to(gl.int32) & 0xFF
+    first, second = gl.split(octets.reshape([2, 2, 2]))
+    first, second = gl.split(first | (second << 8))
+    return first | (second << 16)
+
+
+@gluon.jit
+def _store_words(words, places):
+    words = gl.where(words == EMPTY, 0, words)
+    gl.store(places + gl.arange(0, words.shape[0], layout=words.type.layout), words)
+
+
+@gluon.jit
+def _own_buffer(launch):
+    """Which of both buffers the launch uses, once `_begin` has told it."""
+    numbers, told = launch
+    mbarrier.wait(told.index(0), 0)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.load(ONE), 0)
+
+
+@gluon.jit
+def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first):
+    """Have factors and biases of the first 32 of some units on their way to the L2 cache."""
+    unit = first + step * gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    unit = gl.minimum(unit, len(experts) * octets - 1)
+    row = unit % octets * _ROWS
+    expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
+    own = expert.to(gl.int64) * num_rows + row
+    second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
+    _prefetch(factors + own)
+    _prefetch(factors + second)
+    if bias is not None:
+        _prefetch(bias + own)
+        _prefetch(bias + second)
+
+
+@gluon.jit
+def _prefetch(places):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _finish(
+    factors,
+    biases,
+    out,
+    places,
+    tickets,
+    ids,
+    shares,
+    board,
+    launch,
+    up,
+    down,
+    TOP_K: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    TEAM: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that makes results of a team's sums, and stores them: a single warp.
+
+    What it needs of a unit's rows is asked for one unit ahead.
+    """
+    up_factors, down_factors = factors
+    up_bias, down_bias = biases
+    up_octets, up_rows, up_first = up
+    down_octets, down_rows, down_first = down
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    experts = _load_ids(ids, TOP_K)
+    num_gates = TOP_K * up_octets
+    num_downs = TOP_K * down_octets
+    first_gate, first_down, step = _units_of(num_gates, TEAM)
+    of_gates = (up_factors, up_bias, experts)
+    of_downs = (down_factors, down_bias, experts)
+    factor, second_factor, shift, second_shift = _load_rows(
+        of_gates, first_gate, up_octets, up_rows, up_first, OUT
+    )
+    _fetch_rows(up_factors, up_bias, experts, first_gate, step, up_octets, up_rows, up_first)
+    _fetch_rows(
+        down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
+    )
+    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
+    if TEAM == 0:
+        buffer = _begin(places, tickets, launch, TOP_K * words_each)
+    else:
+        buffer = _own_buffer(launch)
+    own_places = places + buffer * (TOP_K * words_each)
+    turn = gl.to_tensor(0)
+    in_octet = gl.arange(0, _ROWS, layout=OUT)
+    for unit in range(first_gate, num_gates, step):
+        next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
+            of_gates, unit + step, up_octets, up_rows, up_first, OUT
+        )
+        row = unit % up_octets * _ROWS
+        first, second = _added(board, turn)
+        gates = gl.convert_layout(first, OUT) * factor + shift
+        ups = gl.convert_layout(second, OUT) * second_factor + second_shift
+        result = gl.where(row + in_octet < up_first, _activate_gated(gates, ups, EPILOGUE), 0.0)
+        _announce(result, own_places + unit // up_octets * words_each, row, BOUNDED)
+        factor = next_factor
+        second_factor = next_second_factor
+        shift = next_shift
+        second_shift = next_second_shift
+        turn += 1
+    factor, second_factor, shift, second_shift = _load_rows(
+        of_downs, first_down, down_octets, down_rows, down_first, OUT
+    )
+    for unit in range(first_down, num_downs, step):
+        next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
+            of_downs, unit + step, down_octets, down_rows, down_first, OUT
+        )
+        slot = unit // down_octets
+        row = unit % down_octets * _ROWS
+        share = gl.load(shares + slot, cache_modifier=".cg")
+        first, second = _added(board, turn)
+        result = (gl.convert_layout(first, OUT) * factor + shift) * share
+        second_result = (gl.convert_layout(second, OUT) * second_factor + second_shift) * share
+        target = out + slot * down_rows
+        rows = row + in_octet
+        gl.store(target + rows, result, mask=rows < down_first)
+        rows = down_first + rows
+        gl.store(target + rows, second_result, mask=rows < down_rows)
+        factor = next_factor
+        second_factor = next_second_factor
+        shift = next_shift
+        second_shift = next_second_shift
+        turn += 1
+
+
+@gluon.jit
+def _make_team(
+    words,
+    shifts,
+    WARPS: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Shared memory of a team: its ring, inputs, and the sums of its units."""
+    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    PLACES: gl.constexpr = STAGES * SLOTS
+    tiles = gl.allocate_shared_memory(words.dtype, [PLACES, 1, WARPS, _ROWS, 32], words.layout)
+    shift_tiles = gl.allocate_shared_memory(shifts.dtype, [PLACES, 1, WARPS, 1, 32], shifts.layout)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [ROUNDS, _COLUMNS, _BLOCK], INPUTS)
+    parts = gl.allocate_shared_memory(gl.float32, [_PARTS, WARPS, 16, 4], MEMORY)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    for slot in gl.static_range(_PARTS):
+        mbarrier.init(given.index(slot), count=1)
+        mbarrier.init(taken.index(slot), count=1)
+    return (tiles, shift_tiles, ready, free), x_tiles, (parts, given, taken)
 
 
 @gluon.jit
 def experts_one_kernel(
     x,
-    words,
-    shifts,
-    weight_factors,
-    bias,
+    up_words,
+    up_shifts,
+    down_words,
+    down_shifts,
+    up_factors,
+    down_factors,
+    up_bias,
+    down_bias,
+    places,
+    tickets,
     out,
     ids,
     shares,
-    num_outputs,
-    num_rows,
-    num_first,
-    num_tiles,
-    num_blocks,
     size,
-    COUNT: gl.constexpr,
-    AHEAD: gl.constexpr,
+    up_rows,
+    down_rows,
+    up_first,
+    down_first,
+    up_tiles,
+    down_tiles,
+    up_octets,
+    down_octets,
+    UP_ROUNDS: gl.constexpr,
+    DOWN_ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
-    GATED: gl.constexpr,
+    BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Gates and ups with the activation, or down projections, of one of the token's experts.
+    """All of a token's experts, weighted by `shares`, into out float32 [TOP_K, down_rows].
 
     Args:
-        x: if GATED bfloat16 [1, size], else a row for each of the token's experts.
-        words, shifts, weight_factors: of ExpertTables.
-        out: if GATED [TOP_K, num_outputs], else float32, weighted by `shares`.
-        COUNT: blocks of a warp, at most.
-        AHEAD: how many of them are loaded before the first one is multiplied.
+        x: bfloat16 [size].
+        up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
+        places, tickets: of Exchange.
+        up_first, down_first: rows of the first matrix.
+        up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
+        UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.
+        SLOTS: blocks of each warp in a stage.
+        BOUNDED: whether gates are below 64: they are exchanged as two e4m3 numbers, else in
+            bfloat16.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
+    ROUNDS: gl.constexpr = max(UP_ROUNDS, DOWN_ROUNDS)
+    ring, x_tiles, board = _make_team(up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES)
+    second_ring, second_x_tiles, second_board = _make_team(
+        up_words, up_shifts, WARPS, ROUNDS, SLOTS, STAGES
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, k_width=2)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    BY_ROW: gl.constexpr = gl.SliceLayout(2, LOADED)
-    # A thread loads 16 bytes at once: the shifts of its two rows of both matrices.
-    SHIFTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]],
-        [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]],
-        [[1, 0], [2, 0]],
-        [],
-        [WARPS, 32],
-    )
-    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    MEMORY: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x_tiles = gl.allocate_shared_memory(gl.float16, [COUNT, WARPS, 1, _BLOCK], MEMORY)
-    tile = gl.program_id(0) // (_TILE_ROWS // _PART_ROWS)
-    part = gl.program_id(0) % (_TILE_ROWS // _PART_ROWS)
-    slot = gl.program_id(1)
-
-    if GATED and PDL:
-        tl.extra.cuda.gdc_wait()
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(told.index(0), count=1)
+    fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    expert = gl.load(ids + slot, cache_modifier=".cg").to(gl.int64)
-    chunk = (expert * num_tiles + tile) * num_blocks
-    rows = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
-    inner = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
-    own_words = words + (chunk * _TILE_ROWS + part * _PART_ROWS) * 32
-    own_words = own_words + (rows[None, :, None] * 32 + inner[None, None, :])
-    own_shifts = shifts + (chunk * (_TILE_ROWS // 16) + part) * 32
-    own_shifts = own_shifts + gl.arange(0, 32, layout=gl.SliceLayout(0, SHIFTS))[None, :]
-    word_blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
-    shift_blocks = gl.arange(0, WARPS, layout=gl.SliceLayout(1, SHIFTS))[:, None]
-    source = (own_words, own_shifts, word_blocks[:, None, None], shift_blocks, num_blocks)
-    pieces = ()
-    for i in gl.static_range(AHEAD):
-        pieces += _load(source, i)
-    if not GATED and PDL:
-        tl.extra.cuda.gdc_wait()
-    scale = _keep_inputs(x if GATED else x + slot * size, x_tiles, size)
-    own_rows = tile * _TILE_ROWS + part * _PART_ROWS + gl.arange(0, _PART_ROWS, layout=OUT)
-    own_places = expert * num_rows + gl.minimum(own_rows, num_rows - 1)
-    second_places = expert * num_rows + gl.minimum(num_first + own_rows, num_rows - 1)
-    factor = gl.load(weight_factors + own_places)
-    second_factor = gl.load(weight_factors + second_places)
-    shift = gl.zeros([_PART_ROWS], gl.float32, OUT)
-    second_shift = shift
-    if bias is not None:
-        shift = gl.load(bias + own_places).to(gl.float32)
-        second_shift = gl.load(bias + second_places).to(gl.float32)
-    acc = gl.zeros([WARPS, 16, _TOKENS], gl.float32, SUMS)
-    second_acc = acc
-    spread = gl.zeros([1, _TOKENS, 1], gl.float16, LOADED)
-    for i in gl.static_range(COUNT):
-        if i + AHEAD < COUNT:
-            pieces += _load(source, i + AHEAD)
-        own, second_own = _of_both(pieces[3 * i + 2], BY_ROW)
-        lefts = _to_float16(pieces[3 * i], own)
-        second_lefts = _to_float16(pieces[3 * i + 1], second_own)
-        inputs = x_tiles.index(i)
-        for k in gl.static_range(_BLOCK // 16):
-            values, _ = gl.broadcast(inputs.slice(k * 16, 16, 2).load(LOADED), spread)
-            right = gl.convert_layout(_regrouped(values).permute((0, 2, 1)), RIGHT)
-            left = gl.convert_layout(lefts[k], LEFT, assert_trivial=True)
-            acc = mma_v2(left, right, acc)
-            left = gl.convert_layout(second_lefts[k], LEFT, assert_trivial=True)
-            second_acc = mma_v2(left, right, second_acc)
-    # All columns are the same.
-    first = gl.sum(gl.sum(acc, 2), 0) * (1.0 / _TOKENS)
-    second = gl.sum(gl.sum(second_acc, 2), 0) * (1.0 / _TOKENS)
-    first = gl.convert_layout(first, OUT) * (factor * scale) + shift
-    second = gl.convert_layout(second, OUT) * (second_factor * scale) + second_shift
-    target = out + slot * num_outputs
-    if GATED:
-        result = _activate_gated(first, second, EPILOGUE)
-        inside = own_rows < num_outputs
-        gl.store(target + own_rows, result.to(out.dtype.element_ty), mask=inside)
-    else:
-        share = gl.load(shares + slot, cache_modifier=".cg")
-        gl.store(target + own_rows, first * share, mask=own_rows < num_first)
-        inside = num_first + own_rows < num_rows
-        gl.store(target + num_first + own_rows, second * share, mask=inside)
+    launch = (numbers, told)
+    up = (up_words, up_shifts, up_octets, up_tiles)
+    down = (down_words, down_shifts, down_octets, down_tiles)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    x,
+                    size,
+                    places,
+                    ring,
+                    x_tiles,
+                    board,
+                    launch,
+                    up_octets,
+                    down_octets,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    SLOTS,
+                    TOP_K,
+                    BOUNDED,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    x,
+                    size,
+                    places,
+                    second_ring,
+                    second_x_tiles,
+                    second_board,
+                    launch,
+                    up_octets,
+                    down_octets,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    SLOTS,
+                    TOP_K,
+                    BOUNDED,
+                    1,
+                    PDL,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    ids,
+                    up,
+                    down,
+                    ring,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    SLOTS,
+                    TOP_K,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    ids,
+                    up,
+                    down,
+                    second_ring,
+                    UP_ROUNDS,
+                    DOWN_ROUNDS,
+                    SLOTS,
+                    TOP_K,
+                    1,
+                    PDL,
+                ),
+            ),
+            (
+                _finish,
+                (
+                    (up_factors, down_factors),
+                    (up_bias, down_bias),
+                    out,
+                    places,
+                    tickets,
+                    ids,
+                    shares,
+                    board,
+                    launch,
+                    (up_octets, up_rows, up_first),
+                    (down_octets, down_rows, down_first),
+                    TOP_K,
+                    EPILOGUE,
+                    BOUNDED,
+                    0,
+                    PDL,
+                ),
+            ),
+            (
+                _finish,
+                (
+                    (up_factors, down_factors),
+                    (up_bias, down_bias),
+                    out,
+                    places,
+                    tickets,
+                    ids,
+                    shares,
+                    second_board,
+                    launch,
+                    (up_octets, up_rows, up_first),
+                    (down_octets, down_rows, down_first),
+                    TOP_K,
+                    EPILOGUE,
+                    BOUNDED,
+                    1,
+                    PDL,
+                ),
+            ),
+        ],
+        [8, 1, 1, 1, 1],
+        [112, 32, 32, 32, 32],
+    )
