@@ -435,7 +435,7 @@ def test_a_large_gpu_gets_larger_steps_unless_they_were_chosen() -> None:
         (
             {"num_blocks": 2, "max_model_len": 128},
             OutOfMemory,
-            "one sequence of max_model_len=128 needs 8 KV blocks, but there are 2. Set max_mode",
+            "one sequence of max_model_len=128 needs 8 KV blocks, but there are 2. Give kv_cach",
         ),
         ({"kv_cache_memory": 10}, OutOfMemory, "kv_cache_memory=10 does not fit"),
         (

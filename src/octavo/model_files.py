@@ -19,6 +19,7 @@ from octavo.errors import ModelError
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
 from octavo.json_fields import Fields, read_json
+from octavo.sentencepiece import find_tokenizer
 
 DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
 
@@ -87,14 +88,19 @@ class ModelDirectory:
     path: Path
 
     def tokenizer(self) -> TokenizerFiles | None:
-        """tokenizer.json; tokenizer_config.json and chat_template.jinja if they exist."""
+        """From tokenizer.json or SentencePiece's files, with tokenizer_config.json and
+        chat_template.jinja if they exist."""
         file = self.path / "tokenizer.json"
-        if not file.is_file():
-            return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more precise
-            raise ModelError(f"{file} cannot be read: {error}") from error
+        if file.is_file():
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises nothing more precise
+                raise ModelError(f"{file} cannot be read: {error}") from error
+        else:
+            found = find_tokenizer(self.path)
+            if found is None:
+                return None
+            backend = found
         config_file = self.path / "tokenizer_config.json"
         config = read_json(config_file) if config_file.exists() else Fields("", {})
         class_name = config.get("tokenizer_class", None)
@@ -109,7 +115,10 @@ class ModelDirectory:
     def tokenizer_source(self) -> str | None:
         """See ModelFiles.tokenizer_source."""
         file = self.path / "tokenizer.json"
-        return str(file) if file.is_file() else None
+        if file.is_file():
+            return str(file)
+        backend = find_tokenizer(self.path)
+        return None if backend is None else backend.to_str()
 
     def describe(self, weights: bool = True) -> dict[str, str]:
         """See ModelFiles.describe."""

@@ -17,7 +17,7 @@ from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import EmbeddingScale, PositionTable, QueryScaleConfig, RotaryConfig
 from octavo.models.config import ModelConfig
-from octavo.models.hub import resolve_model
+from octavo.models.hub import HUB_FILES, resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -1200,7 +1200,7 @@ def test_resolve_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.chdir(write(tmp_path, GPT2))
     assert resolve_model("org/name-1.5b") == tmp_path
-    assert calls == [("org/name-1.5b", ["*.safetensors", "*.json", "*.jinja"])]
+    assert calls == [("org/name-1.5b", ["*.safetensors", *HUB_FILES])]
     (tmp_path / "org" / "name-1.5b").mkdir(parents=True)
     assert resolve_model("org/name-1.5b") == Path("org/name-1.5b")
     assert len(calls) == 1  # what is here is not fetched

@@ -36,6 +36,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "num_blocks": NUM_BLOCKS,
         "num_swap_blocks": 4,
         "kv_groups": "2 x full attention",
+        "kv_group_names": ("full attention",),
         "max_num_seqs": 64,
         "enable_prefix_caching": True,
         "policy": "fcfs",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
@@ -104,6 +106,14 @@ def test_there_are_no_conversations_and_no_prefixes_to_pin(t5: LiveServer) -> No
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
         assert "encoder" in response.json()["error"]["message"]
+
+
+def test_the_dashboard_names_both_block_tables(t5: LiveServer) -> None:
+    with httpx.stream("GET", f"{t5.url}/dashboard/feed", timeout=30) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: hello"
+        about = json.loads(next(lines).removeprefix("data: "))
+    assert about["kv_group_names"] == ["full attention", "cross-attention"]
 
 
 def test_decoder_input_ids_are_refused_without_an_encoder(server: LiveServer) -> None:

@@ -74,6 +74,7 @@ def test_frames_tell_what_changed() -> None:
         frames = feed.frames()
         (hello, about), (_, frame) = parse(await asyncio.wait_for(anext(frames), 10))
         assert (hello, about["num_blocks"]) == ("hello", NUM_BLOCKS)
+        assert about["kv_group_names"] == ["full attention"]
         [request] = frame["requests"]
         assert [seq["tables"] for seq in request["sequences"]] == [[[0, [3, 4]]], [[0, [3, 5]]]]
         assert frame["counts"]["held"] == 3

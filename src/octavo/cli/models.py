@@ -42,7 +42,7 @@ def models(as_json: bool) -> None:
     )
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
-        "tokenizer.json.\n"
+        "tokenizer.json; of T5, mT5 and Marian also SentencePiece's files.\n"
         f"GGUF files, with their tokenizers, of the architectures {', '.join(ARCHITECTURES)}.\n"
         f"dtype: {', '.join(get_args(DTypeName))} (float16 not on CPUs). "
         f"load-format: {', '.join(get_args(LoadFormat))}. "

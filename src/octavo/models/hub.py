@@ -18,7 +18,7 @@ HUB_GGUF = re.compile(
 )
 NO_MODELS = ("mmproj", "imatrix")  # GGUF files of these names go with models
 MAX_LISTED = 40  # files in an error
-HUB_FILES = ["*.json", "*.jinja"]
+HUB_FILES = ["*.json", "*.jinja", "source.spm", "spiece.model"]
 HUB_WEIGHTS = ["*.safetensors"]
 # Files in subdirectories (other formats), and a second copy of the weights some repositories keep.
 HUB_EXCLUDED = ["*/*", "consolidated*"]

@@ -34,6 +34,7 @@ HARMLESS_ARGUMENTS = {
     *("return_dict", "position_embeddings", "layer_idx", "cache_position", "input_shape"),
     *("past_key_values", "output_router_logits", "deterministic", "logits_to_keep", "target_dtype"),
 }
+DEPRECATION = "transformers.utils.deprecation"  # whose decorators rename arguments
 NO_INTERFACE = "its attention does not go through transformers' attention interface"
 DATA_DEPENDENT = "which operations it carries out depends on what its tensors hold"
 CHECKED_POSITIONS = 8  # at which a mask is compared with a window, beside its ends
@@ -397,11 +398,22 @@ def is_rotary(module: nn.Module) -> bool:
     return any("inv_freq" in name for name in module._buffers) and not list(module.parameters())
 
 
+def _own_forward(module: nn.Module) -> FunctionType | None:
+    """A module's `forward` without the decorator for deprecated names of arguments, which
+    transformers' own layers do not use; None if another decorator is around it."""
+    forward: object = type(module).forward
+    while isinstance(forward, FunctionType) and forward.__globals__["__name__"] == DEPRECATION:
+        forward = getattr(forward, "__wrapped__", None)
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    return forward
+
+
 def rotation_of(module: nn.Module) -> Callable[..., Any] | None:
     """The function that rotates the queries and keys of an attention module, if its own `forward`
     calls one by the usual name."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    forward = _own_forward(module)
+    if forward is None:
         return None
     code: CodeType = forward.__code__
     found = forward.__globals__.get(ROTATE)
@@ -410,8 +422,8 @@ def rotation_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def with_rotation(module: nn.Module, rotate: Callable[..., Any]) -> MethodType:
     """The module's `forward`, in which another function rotates; the class stays as it is."""
-    forward = type(module).forward
-    assert isinstance(forward, FunctionType), "rotation_of has checked it"
+    forward = _own_forward(module)
+    assert forward is not None, "rotation_of has checked it"
     own = FunctionType(
         forward.__code__,
         {**forward.__globals__, ROTATE: rotate},

@@ -220,6 +220,7 @@ def engine_info(engine: Engine) -> m.EngineInfo:
         num_blocks=engine.kv.pool.num_blocks,
         num_swap_blocks=engine.kv.swap_pool.num_blocks,
         kv_groups=str(capacity.layout),
+        kv_group_names=tuple(map(str, capacity.layout.specs)),
         max_num_seqs=config.scheduler.max_num_seqs,
         enable_prefix_caching=engine.kv.enable_prefix_caching,
         policy=config.scheduler.policy,

@@ -122,6 +122,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     num_swap_blocks: int
     kv_groups: str  # which layers share block tables: KVLayout as a text
+    kv_group_names: tuple[str, ...]  # of each block table, in their order
     max_num_seqs: int
     enable_prefix_caching: bool
     policy: str

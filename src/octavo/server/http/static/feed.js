@@ -3,7 +3,7 @@
 const feed = (() => {
   const MAX_FINISHED = 12; // finished requests that stay in the list
   const model = {
-    hello: null, // {model, version, num_replicas, block_size, num_blocks, num_swap_blocks, kv_groups, kv_cache_dtype}
+    hello: null, // {model, version, num_replicas, block_size, num_blocks, num_swap_blocks, kv_groups, kv_group_names, kv_cache_dtype}
     frame: null, // the latest one
     requests: new Map(), // id -> its latest update, `done` once it has finished
     cached: new Uint8Array(0), // by block id

@@ -163,11 +163,14 @@
     for (const sequence of request.sequences.slice(0, 16)) {
       const chips = make("div", "chips");
       chips.append(make("span", "small quiet", `${sequence.index}${sequence.tier === "swap" ? " (swapped)" : ""}:`));
-      for (const id of sequence.tables.flat()) {
-        const held = (sequence.tier === "swap" ? swapBlocks : deviceBlocks)[id];
-        const shared = !request.done && held && held.holders.length > 1;
-        chips.append(make("span", shared ? "chip mono shared" : "chip mono", id === 0 ? "–" : String(id)));
-      }
+      sequence.tables.forEach((table, group) => {
+        if (sequence.tables.length > 1) chips.append(make("span", "small quiet", `${model.hello.kv_group_names[group]}:`));
+        for (const id of table) {
+          const held = (sequence.tier === "swap" ? swapBlocks : deviceBlocks)[id];
+          const shared = !request.done && held && held.holders.length > 1;
+          chips.append(make("span", shared ? "chip mono shared" : "chip mono", id === 0 ? "–" : String(id)));
+        }
+      });
       parts.push(chips);
     }
     place.replaceChildren(...parts);
