@@ -276,7 +276,11 @@ def _gptq(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
     bits = quantization.num_bits
     values = _unpacked(_int32(parts, "qweight").t().contiguous(), bits)
     scale = _matrix(parts["scales"], "scales")
-    zeros = _unpacked(_int32(parts, "qzeros"), bits).to(torch.int16) + quantization.zero_offset
+    # Version 1 took 1 off each zero point by subtracting from whole words, with a borrow where one
+    # was 0.
+    ones = quantization.zero_offset * ((1 << 32) - 1) // ((1 << bits) - 1)
+    words = (_int32(parts, "qzeros").long() + ones).to(torch.int32)
+    zeros = _unpacked(words, bits).to(torch.int16)
     if tuple(zeros.shape) != tuple(scale.shape):
         raise FormatError(
             "qzeros", f"holds {list(zeros.shape)} values, and scales {list(scale.shape)}"
