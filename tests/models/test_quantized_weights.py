@@ -19,6 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.layers.base import WeightSlot
 from octavo.layers.linear import QuantizedLinear, warn_once
+from octavo.models.dequantize import _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -247,6 +248,14 @@ def test_modules_of_gptq_differ(tmp_path: Path) -> None:
     found = loaded(directory)
     for name, sample in {GATE: "gptq", UP: "gptq_int8"}.items():
         assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+
+
+def test_words_of_few_outputs_and_inputs() -> None:
+    """Zero points of up to eight outputs, and weights of as many inputs, are one row of words."""
+    values = torch.arange(8, dtype=torch.uint8)
+    word = torch.tensor([0x76543210], dtype=torch.int32)
+    for packed in (word.view(1, 1).expand(1, 3).t(), word.repeat(1, 3).t(), word.repeat(3, 1)):
+        assert torch.equal(_unpacked(packed, 4), values.expand(3, 8))
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_int8"])

@@ -507,7 +507,8 @@ FORMATS: Mapping[str, Format] = {
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
     """int32 [n, m] -> uint8 [n, m * 32 / bits]: the values in each word, lowest bits first."""
-    octets = packed.contiguous().view(torch.uint8)
+    # Flat, because of one column torch does not care what its stride is.
+    octets = packed.contiguous().flatten().view(torch.uint8).view(len(packed), -1)
     if bits == 8:
         return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
