@@ -79,6 +79,21 @@ def test_tokens_are_those_of_the_rounded_weights(
     with caplog.at_level(logging.INFO, logger="octavo.models.loader"):
         assert generated(directory, quantization=name) == expected
     assert f"{len(projections)} weights were quantized; relative errors: median" in caplog.text
+    before = [load_file(directory / "model.safetensors")[key].float() for key in projections]
+    after = [load_file(rounded / "model.safetensors")[key].float() for key in projections]
+    errors = []
+    for layer in range(3):
+        pairs = [
+            pair
+            for key, *pair in zip(projections, before, after, strict=True)
+            if f"layers.{layer}." in key
+        ]
+        lost, size = (
+            sum(float(x.square().sum()) for x in each)
+            for each in ([b - a for b, a in pairs], [b for b, _ in pairs])
+        )
+        errors.append(f"{100 * (lost / size) ** 0.5:.2f}")
+    assert f"relative errors of the layers, in %: {', '.join(errors)}\n" in caplog.text
     assert generated(directory) != expected, "the samples cannot tell"
 
 

@@ -19,6 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.layers.base import WeightSlot
 from octavo.layers.linear import QuantizedLinear, warn_once
+from octavo.models.dequantize import _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -259,6 +260,36 @@ def test_modules_of_gptq_differ(tmp_path: Path) -> None:
     found = loaded(directory)
     for name, sample in {GATE: "gptq", UP: "gptq_int8"}.items():
         assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+
+
+def test_words_of_few_outputs_and_inputs() -> None:
+    """Zero points of up to eight outputs, and weights of as many inputs, are one row of words."""
+    values = torch.arange(8, dtype=torch.uint8)
+    word = torch.tensor([0x76543210], dtype=torch.int32)
+    for packed in (word.view(1, 1).expand(1, 3).t(), word.repeat(1, 3).t(), word.repeat(3, 1)):
+        assert torch.equal(_unpacked(packed, 4), values.expand(3, 8))
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_int8"])
+def test_zero_points_of_gptq_may_be_zero(name: str, tmp_path: Path) -> None:
+    """Version 1 has what its words were before 1 was taken off each of their zero points."""
+    bits = 8 if name.endswith("8") else 4
+    shape = load_file(SAMPLES / name / "model.safetensors")[f"{K_PROJ}qzeros"].shape
+    generator = torch.Generator().manual_seed(1)
+    octets = torch.randint(256, (*shape[:-1], shape[-1] * 4), generator=generator)
+    octets[0] = 0
+    new = octets.to(torch.uint8).view(torch.int32)
+    ones = 0x01010101 if bits == 8 else 0x11111111
+    old = (new.long() - ones).to(torch.int32)
+    found = [
+        loaded(changed(tmp_path / version, name, replaced("qzeros", zeros), config))
+        for version, zeros, config in [
+            ("1", old, {"checkpoint_format": "gptq"}),
+            ("2", new, {"checkpoint_format": "gptq_v2"}),
+        ]
+    ]
+    key = "layers.0.self_attn.k_proj.weight"
+    assert torch.equal(found[0][key], found[1][key])
 
 
 def replace_module(tensors: dict[str, Tensor], other: dict[str, Tensor], module: str) -> None:

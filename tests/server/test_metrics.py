@@ -123,11 +123,13 @@ def test_experts_that_are_computed_beside_those_expected(
     client.counters = recorder.counters
     lines = re.findall(r"(?m)^octavo_(experts_\w+)_total\{.*\} (\S+)", http.get("/metrics").text)
     found = {name: float(number) for name, number in lines}
-    # A prompt of 30 tokens, and three tokens one by one, whose experts are all different.
-    expected = sum(n * (each.expected_distinct(30) + 3 * each.top_k) for each, n in routings)
+    # A prompt of 30 tokens, of which the last layer computes one, and three tokens one by one,
+    # whose experts are all different.
+    [(routing, num_layers)] = routings
+    expected = routing.expected_distinct(30) + (num_layers * 4 - 1) * routing.top_k
     assert found["experts_expected"] == pytest.approx(expected)
-    most = sum(n * (each.num_experts + 3 * each.top_k) for each, n in routings)
-    least = sum(n * 4 * each.top_k for each, n in routings)
+    most = routing.num_experts + (num_layers * 4 - 1) * routing.top_k
+    least = num_layers * 4 * routing.top_k
     assert least <= found["experts_computed"] <= most
 
 

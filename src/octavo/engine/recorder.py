@@ -33,7 +33,11 @@ class Recorder:
         self.preempted: list[Preempted] = []
         self.watched = BlockEvents.none()
         self._engine = engine
-        self._mixtures = list(engine.model_config.mixtures().items())
+        mixtures = engine.model_config.mixtures()
+        self._last_routing = engine.model_config.last_routing
+        if self._last_routing is not None:
+            mixtures[self._last_routing] -= 1
+        self._mixtures = list(mixtures.items())  # of all layers but the last
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
         self._num_preemptions = 0  # of all requests, as far as they have been recorded
@@ -99,6 +103,9 @@ class Recorder:
             num_layers * routing.expected_distinct(self._step_size[0])
             for routing, num_layers in self._mixtures
         )
+        if self._last_routing is not None:
+            num_rows = plan.num_tokens if plan.only_decodes else max(1, len(plan.ending))
+            counters.num_expected_experts += self._last_routing.expected_distinct(num_rows)
 
     def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
         request, kv = seq.request, self._engine.kv

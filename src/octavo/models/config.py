@@ -351,6 +351,13 @@ class ModelDescription:
             each.mlp.routing for each in self.layers if isinstance(each.mlp, ExpertsConfig)
         )
 
+    @property
+    def last_routing(self) -> RoutingConfig | None:
+        """How the last layer routes tokens, if it has experts; of a step with prompts it computes
+        only the tokens whose logits are needed."""
+        mlp = self.layers[-1].mlp
+        return mlp.routing if isinstance(mlp, ExpertsConfig) else None
+
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights and of the tables of rotary and sinusoidal positions, which are
         float32 whatever the weights."""

@@ -276,7 +276,11 @@ def _gptq(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
     bits = quantization.num_bits
     values = _unpacked(_int32(parts, "qweight").t().contiguous(), bits)
     scale = _matrix(parts["scales"], "scales")
-    zeros = _unpacked(_int32(parts, "qzeros"), bits).to(torch.int16) + quantization.zero_offset
+    # Version 1 took 1 off each zero point by subtracting from whole words, with a borrow where one
+    # was 0.
+    ones = quantization.zero_offset * ((1 << 32) - 1) // ((1 << bits) - 1)
+    words = (_int32(parts, "qzeros").long() + ones).to(torch.int32)
+    zeros = _unpacked(words, bits).to(torch.int16)
     if tuple(zeros.shape) != tuple(scale.shape):
         raise FormatError(
             "qzeros", f"holds {list(zeros.shape)} values, and scales {list(scale.shape)}"
@@ -503,7 +507,8 @@ FORMATS: Mapping[str, Format] = {
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
     """int32 [n, m] -> uint8 [n, m * 32 / bits]: the values in each word, lowest bits first."""
-    octets = packed.contiguous().view(torch.uint8)
+    # Flat, because of one column torch does not care what its stride is.
+    octets = packed.contiguous().flatten().view(torch.uint8).view(len(packed), -1)
     if bits == 8:
         return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)

@@ -277,6 +277,8 @@ class Rounding:
     def __init__(self, config: ModelConfig) -> None:
         self._quantization = None if config.is_stored_quantized else config.quantization
         self._errors: dict[str, float] = {}  # by names of weights
+        self._layer = re.compile(rf"{re.escape(config.weight_names.layers)}\.(\d+)\.")
+        self._layers: dict[int, tuple[float, float]] = {}  # squares of what is lost, and of all
         self._left: list[str] = []  # names of those that are not quantized
 
     def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
@@ -305,6 +307,10 @@ class Rounding:
             if not math.isfinite(size) and not bool(dense.isfinite().all()):
                 raise ModelError(f"{name} has values that are not finite: it cannot be quantized")
             self._errors[name] = math.sqrt(lost / size) if size else 0.0
+            if match := self._layer.match(name):
+                layer = int(match[1])
+                before = self._layers.get(layer, (0.0, 0.0))
+                self._layers[layer] = before[0] + lost, before[1] + size
         return form
 
     def report(self) -> None:
@@ -334,6 +340,11 @@ class Rounding:
             100 * self._errors[worst],
             worst,
         )
+        errors = [
+            f"{100 * math.sqrt(lost / size):.2f}" if size else "0.00"
+            for _, (lost, size) in sorted(self._layers.items())
+        ]
+        logger.info("relative errors of the layers, in %%: %s", ", ".join(errors))
 
 
 def _rounded(
