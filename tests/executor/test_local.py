@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model_zoo import model_directory, random_token_ids, reference_model
+from model_zoo import model_directory, random_token_ids, reference_model, write_model
 from octavo.config import CacheConfig, EngineConfig, QuantizationName, SchedulerConfig
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
@@ -79,23 +80,26 @@ def test_capacity_is_what_the_budget_says() -> None:
 
 
 @pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
-def test_the_budget_counts_weights_as_they_are_kept() -> None:
-    def saved(name: str, quantization: QuantizationName) -> int:
-        dense = make_executor(name).capacity.budget.weights
-        directory = model_directory(name)
+def test_the_budget_counts_weights_as_they_are_kept(tmp_path: Path) -> None:
+    def weights(directory: Path, quantization: QuantizationName | None) -> int:
         config = EngineConfig(str(directory), cache=CacheConfig(num_blocks=64))
         config = replace(config, quantization=quantization, scheduler=SCHEDULER)
-        executor = LocalExecutor(
-            config, quantized_on_load(read_model_config(directory), quantization)
-        )
-        return dense - executor.capacity.budget.weights
+        model = read_model_config(directory)
+        if quantization is not None:
+            model = quantized_on_load(model, quantization)
+        return LocalExecutor(config, model).capacity.budget.weights
 
-    layers = read_model_config(model_directory("llama3")).layers
+    def saved(directory: Path, quantization: QuantizationName) -> int:
+        return weights(directory, None) - weights(directory, quantization)
+
+    llama, mixtral = model_directory("llama3"), model_directory("mixtral")
+    layers = read_model_config(llama).layers
     projections = sum(each.num_parameters - 2 * each.norm.num_parameters for each in layers)
-    assert saved("llama3", "int8") == 3 * projections > 0
-    assert saved("llama3", "int4") == 0, "dequantized"
-    mixtral = quantized_on_load(read_model_config(model_directory("mixtral")), "int8")
-    assert saved("mixtral", "int8") == 3 * mixtral.quantized_parts[0] > 0, "but for the experts"
+    assert saved(llama, "int8") == 3 * projections > 0
+    of_groups = write_model("llama3", tmp_path, hidden_size=64, intermediate_size=96)
+    assert saved(of_groups, "int4") == 0, "dequantized"
+    config = quantized_on_load(read_model_config(mixtral), "int8")
+    assert saved(mixtral, "int8") == 3 * config.quantized_parts[0] > 0, "but for the experts"
 
 
 def test_blocks_follow_from_memory() -> None:

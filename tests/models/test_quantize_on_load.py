@@ -38,10 +38,12 @@ def test_little_is_in_float32_at_once(
     sizes = {"hidden_size": 128, "intermediate_size": 192}
     directory = write_model("llama3", tmp_path, **sizes)
 
-    def tokens_and_errors(name: str) -> tuple[list[list[int]], str]:
+    def tokens_and_errors(name: str) -> tuple[list[list[int]], list[str]]:
         caplog.clear()
-        with caplog.at_level(logging.DEBUG, logger="octavo.models.loader"):
-            return generated(directory, quantization=name), caplog.text
+        loader = "octavo.models.loader"
+        with caplog.at_level(logging.DEBUG, logger=loader):
+            tokens = generated(directory, quantization=name)
+        return tokens, [each.getMessage() for each in caplog.records if each.name == loader]
 
     expected = [tokens_and_errors(name) for name in ("fp8", "int8", "int4")]
     returned: list[None] = []
