@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_gemv_packed import UNPACK
-from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import _halves, _interleave, joined_tiles
+from octavo.ops.cuda.linear_hopper import _fetch_tile
+from octavo.ops.cuda.linear_hopper_quantized import _interleave, finish_splits, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
@@ -570,33 +570,7 @@ def linear_packed_kernel(
     acc = acc * 0.0625
     if PDL:
         tl.extra.cuda.gdc_wait()
-    LAYOUT: gl.constexpr = acc.type.layout
-    is_last = True
-    if SPLITS > 1:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        inner = rows[:, None] * BM + tokens[None, :]
-        SIZE: gl.constexpr = BM * ROWS
-        slot = tile * gl.num_programs(0) + gl.program_id(0)
-        base = sums + slot.to(gl.int64) * (SPLITS * SIZE) + inner
-        gl.store(base + split * SIZE, acc)
-        _barrier()
-        seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-        is_last = seen == SPLITS - 1
-        if is_last:
-            acc = gl.load(base)
-            for i in gl.static_range(1, SPLITS):
-                acc += gl.load(base + i * SIZE)
-            gl.store(arrivals + slot, 0)
-    if is_last:
-        if PARTIAL:
-            out += split.to(gl.int64) * num_tokens * num_rows
-        shape = (token, row, num_tokens, num_rows)
-        adds_bias = True
-        if PARTIAL:
-            adds_bias = split == 0
-        if GATED:
-            gates, ups = _halves(acc)
-            _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
-        else:
-            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
+    result = (tile, split, token, row, num_tokens, num_rows)
+    finish_splits(
+        acc, bias, out, sums, arrivals, result, SPLITS, PARTIAL, EPILOGUE, GATED, HAS_BIAS
+    )

@@ -396,6 +396,60 @@ def _halves(acc):
     return gl.split(gl.convert_layout(pairs, PAIRS))
 
 
+@gluon.jit
+def finish_splits(
+    acc,
+    bias,
+    out,
+    sums,
+    arrivals,
+    place,
+    SPLITS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Store a program's sums [rows, tokens], with a gate one half below the other: as partial sums,
+    or as results, which the program of a tile computes that finishes last of SPLITS.
+
+    place: the program's tile, split, first token and row, and how many tokens and rows there are.
+    """
+    tile, split, token, row, num_tokens, num_rows = place
+    ROWS: gl.constexpr = acc.shape[0]
+    BM: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    is_last = True
+    if SPLITS > 1:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        inner = rows[:, None] * BM + tokens[None, :]
+        SIZE: gl.constexpr = BM * ROWS
+        slot = tile * gl.num_programs(0) + gl.program_id(0)
+        base = sums + slot.to(gl.int64) * (SPLITS * SIZE) + inner
+        gl.store(base + split * SIZE, acc)
+        _barrier()
+        seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
+        is_last = seen == SPLITS - 1
+        if is_last:
+            acc = gl.load(base)
+            for i in gl.static_range(1, SPLITS):
+                acc += gl.load(base + i * SIZE)
+            gl.store(arrivals + slot, 0)
+    if is_last:
+        if PARTIAL:
+            out += split.to(gl.int64) * num_tokens * num_rows
+        shape = (token, row, num_tokens, num_rows)
+        adds_bias = True
+        if PARTIAL:
+            adds_bias = split == 0
+        if GATED:
+            gates, ups = _halves(acc)
+            _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+        else:
+            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
 def quantized_linear_kernel(
     x,
@@ -555,32 +609,5 @@ def quantized_linear_kernel(
         rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
         sources = scales + (rows // block_rows) * stride_row
         acc = acc * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
-    is_last = True
-    if SPLITS > 1:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        inner = rows[:, None] * BM + tokens[None, :]
-        SIZE: gl.constexpr = BM * ROWS
-        slot = tile * gl.num_programs(0) + gl.program_id(0)
-        base = sums + slot.to(gl.int64) * (SPLITS * SIZE) + inner
-        gl.store(base + split * SIZE, acc)
-        _barrier()
-        seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-        is_last = seen == SPLITS - 1
-        if is_last:
-            acc = gl.load(base)
-            for i in gl.static_range(1, SPLITS):
-                acc += gl.load(base + i * SIZE)
-            gl.store(arrivals + slot, 0)
-    if is_last:
-        if PARTIAL:
-            out += split.to(gl.int64) * num_tokens * num_rows
-        shape = (token, row, num_tokens, num_rows)
-        adds_bias = True
-        if PARTIAL:
-            adds_bias = split == 0
-        if GATED:
-            gates, ups = _halves(acc)
-            _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
-        else:
-            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
+    place = (tile, split, token, row, num_tokens, num_rows)
+    finish_splits(acc, bias, out, sums, arrivals, place, SPLITS, PARTIAL, EPILOGUE, GATED, HAS_BIAS)
