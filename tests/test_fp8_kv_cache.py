@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 16, 33, 50)]
 NUM_TOKENS = 14
+# What generate() calls a cache that is given to it; the first since transformers 5.24.
+PARAMETERS = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in PARAMETERS else "past_key_values"
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SCALES = [
     KVScales(0.004, 0.3),
@@ -61,7 +65,7 @@ def expected(directory: Path, scales: list[KVScales]) -> list[list[int]]:
                 max_new_tokens=NUM_TOKENS,
                 do_sample=False,
                 eos_token_id=None,
-                past_key_values=RoundedCache(scales),
+                **{CACHE: RoundedCache(scales)},
             )
         found.append(ids[0, len(prompt) :].tolist())
     return found

@@ -56,6 +56,13 @@ def test_greedy_tokens_equal_transformers(model_type: str) -> None:
     assert served_tokens(reference(model_type).directory) == expected(model_type)
 
 
+def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:
+    """It compares positions with the context, which a step without data cannot."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = write_reference("arcee", tmp_path, rope_parameters=rope).model
+    assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
 def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: str) -> None:
