@@ -350,6 +350,33 @@ def replaced(name: str, tensor: Tensor) -> Change:
         ),
         (
             "fp8_channel",
+            replaced("weight_scale", torch.ones(1)),
+            r"k_proj\.weight_scale has shape \[1\] for 64 outputs: one per output",
+        ),
+        (
+            "fp8_tensor",
+            replaced("weight_scale", torch.ones(64, 1)),
+            r"k_proj\.weight_scale has shape \[64, 1\] for 64 outputs: one$",
+        ),
+        (
+            "fp8_channel",
+            replaced("weight", torch.ones(64, 128, dtype=torch.int8)),
+            r"k_proj\.weight is torch\.int8 \[64, 128\]; FP8 weights are",
+        ),
+        (
+            "torchao_int8",
+            replaced("_weight_zero_point", torch.ones(1, dtype=torch.int8)),
+            r"_weight_zero_point has shape \[1\] for 64 outputs: one per output",
+        ),
+        (
+            "fp8_transformers",
+            lambda tensors: tensors.update(
+                {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}
+            ),
+            r"up_proj\.weight_scale_inv has shape \[1\], not \[2, 1\]: blocks are 128 x 128",
+        ),
+        (
+            "fp8_channel",
             replaced("weight_scale", torch.full((64, 1), torch.nan)),
             r"k_proj\.weight_scale has nan at \[0, 0\]; scales are finite and positive",
         ),

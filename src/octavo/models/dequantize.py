@@ -210,16 +210,18 @@ def _float8(
     _check_scales(scale, scale_name, "positive")
     sizes, scale = (weight.shape[0], weight.shape[1]), scale.float()
     block = quantization.block
-    if block is not None and scale.dim() == 2:
+    if block is not None:
         rows, columns = block
         expected = [-(-sizes[0] // rows), -(-sizes[1] // columns)]
+        if scale.numel() == 1 and expected == [1, 1]:
+            scale = scale.view(1, 1)
         if list(scale.shape) != expected:
             raise FormatError(
                 scale_name,
                 f"has shape {list(scale.shape)}, not {expected}: blocks are {rows} x {columns}",
             )
     else:
-        scale = _per_row(scale, sizes[0], scale_name)
+        scale = _per_row(scale, sizes[0], scale_name, quantization.has_row_scales)
         block = (1 if len(scale) == sizes[0] else sizes[0], sizes[1])
     return ScaledFloat8(weight, scale, block, quantization.quantizes_inputs)
 
@@ -228,8 +230,9 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
     """FP8, int8 with a scale per row, or packed integers with a scale per group of inputs."""
     scale = parts["weight_scale"]
     if "weight" in parts:
-        weight = parts["weight"]
-        if weight.dtype == torch.float8_e4m3fn:
+        kinds = {torch.float8_e4m3fn: "float8", torch.int8: "int"}
+        kind = quantization.form or kinds.get(parts["weight"].dtype)
+        if kind == "float8":
             return _float8(parts, "weight", "weight_scale", quantization)
         return _whole_bytes(parts, ("weight", "weight_scale", "weight_zero_point"), quantization)
     packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
@@ -368,18 +371,18 @@ def _whole_bytes(
     if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
         raise FormatError(
             names[0],
-            f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
-            "torch.int8 in 2-D",
+            f"is {weight.dtype} {list(weight.shape)}; integers are torch.int8 in 2-D",
         )
     if scale.dim() == 2 and scale.shape[1] > 1:  # of groups
         if zeros is not None:
             zeros = _int8_zeros(zeros, names[2])
         unsigned = weight.view(torch.uint8) ^ 128
         return _grouped(unsigned, scale, zeros, quantization, None, (names[1], names[2], ""))
+    scale = _per_row(scale, len(weight), names[1], quantization.has_row_scales)
     if zeros is not None:
-        zeros = _per_row(zeros, len(weight), names[2]).expand(len(weight), 1)
+        zeros = _per_row(zeros, len(weight), names[2], len(scale) > 1).expand(len(weight), 1)
         zeros = _int8_zeros(zeros, names[2])
-    _check_scales(scale, names[1], "not zero")
+    _check_scales(parts[names[1]], names[1], "not zero")
     return _int8(weight, scale, names[1], zeros, quantization.quantizes_inputs)
 
 
@@ -428,7 +431,9 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
         scale = inner[scale.long()] * outer + offset
     _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
     scale = scale.flatten().float()
-    # Other dtypes than uint8 (bnb_4bit_quant_storage) have the same bytes.
+    # Floating-point numbers (bnb_4bit_quant_storage) have the same bytes.
+    if not parts["weight"].is_floating_point():
+        _check_bytes(parts["weight"], "weight")
     packed = parts["weight"].contiguous().flatten().view(torch.uint8)
     size = math.prod(shape)
     if packed.numel() != -(-size // 2):
@@ -578,11 +583,13 @@ def _check_index(groups: Tensor, num_inputs: int, num_groups: int, name: str) ->
         )
 
 
-def _per_row(scale: Tensor, num_rows: int, name: str) -> Tensor:
-    """A scale per tensor or per row, [1, 1] or [out_features, 1]."""
-    if scale.numel() not in (1, num_rows):
+def _per_row(scale: Tensor, num_rows: int, name: str, has_rows: bool | None = None) -> Tensor:
+    """A scale per tensor or per row, [1, 1] or [out_features, 1]; has_rows: which of them."""
+    numbers = {None: (1, num_rows), False: (1,), True: (num_rows,)}
+    if scale.numel() not in numbers[has_rows]:
+        kinds = {None: "one per output, or one", False: "one", True: "one per output"}
         raise FormatError(
-            name, f"has shape {list(scale.shape)} for {num_rows} outputs: one per output, or one"
+            name, f"has shape {list(scale.shape)} for {num_rows} outputs: {kinds[has_rows]}"
         )
     return scale.reshape(-1, 1)
 

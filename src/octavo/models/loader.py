@@ -296,14 +296,15 @@ class Rounding:
             pairs = [(matrices, form)]
             if dense.dim() > 2:
                 pairs = [(matrix, form[number]) for number, matrix in enumerate(matrices)]
-            lost = size = 0.0
+            sums = torch.zeros(2, dtype=torch.float64, device=dense.device)  # read once
             for matrix, rounded in pairs:
                 num_rows, num_columns = matrix.shape
                 for rows in chunks(num_rows, num_columns, rounded.rows_together):
                     exact = matrix[rows].float()
                     there = rounded.cut(rows, slice(0, num_columns)).dequantize()
-                    lost += float((there - exact).square().sum())
-                    size += float(exact.square().sum())
+                    sums[0] += (there - exact).square().sum()
+                    sums[1] += exact.square().sum()
+            lost, size = sums.tolist()
             if not math.isfinite(size) and not bool(dense.isfinite().all()):
                 raise ModelError(f"{name} has values that are not finite: it cannot be quantized")
             self._errors[name] = math.sqrt(lost / size) if size else 0.0

@@ -59,6 +59,8 @@ class Quantization:
     # As which of ops/quantized.py's forms the weights stay in memory; None: as none of them.
     form: FormKind | None = None
     group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
+    # Whether weights without blocks and groups have a scale for each output; None: or just one.
+    has_row_scales: bool | None = None
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
     # Modules that config.json says are not quantized: names, their ends, or "re:" and a pattern.
@@ -250,12 +252,14 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
     if not weights.flag("symmetric", True):
         demanded.add("weight_zero_point")
     has_blocks = weights.get("block_structure", None) is not None
+    strategy = str(weights.get("strategy", None))
     return Quantization(
         "compressed-tensors",
         num_bits=num_bits,
         block=_whole_pair(weights, "block_structure") if has_blocks else None,
         form="float8" if stored == "float" else _kind_of_packed(num_bits),
         group_size=weights.count("group_size") if has_groups else None,
+        has_row_scales={"channel": True, "tensor": False}.get(strategy),
         quantizes_inputs=group.get("input_activations", None) is not None,
         demanded=tuple(sorted(demanded)),
     )

@@ -33,7 +33,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
 # Elements of a weight that are converted at once. Copies in float32 of whole weights would leave
 # gaps between what is kept, into which the next ones do not fit: malloc would take from the system
 # as much again as the model has.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 22
 
 
 class Rounding(IntEnum):
