@@ -250,7 +250,10 @@ def test_what_fails_in_the_thread_ends_one_request_and_leaves_no_thread(
     params = [SamplingParams(seed=n, max_tokens=20, structured=REGEX) for n in (3, 4)]
     asks: list[tuple[list[int], Any]] = [(prompt(5, 2), each) for each in params]
     with engines() as (overlapped, plain):
-        got = run(overlapped, asks)
+        for _ in range(10):  # on a busy machine, one request may always be a step behind
+            got = run(overlapped, asks)
+            if failed:
+                break
         monkeypatch.undo()
         wanted = run(plain, asks)
     assert failed == [2, 1]
