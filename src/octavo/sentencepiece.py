@@ -132,7 +132,8 @@ def _read_t5(directory: Path) -> Tokenizer:
     unknown = [i for i, piece in enumerate(model.pieces) if piece.type == PieceType.UNKNOWN]
     if len(unknown) != 1 or END not in known:
         raise ModelError(f"{directory / T5_FILE}: it needs one unknown piece, and {END}")
-    special = [piece.text for piece in model.pieces if piece.type in (2, 3)]
+    kinds = PieceType.UNKNOWN, PieceType.CONTROL
+    special = [piece.text for piece in model.pieces if piece.type in kinds]
     return _build(pieces, model, unknown[0], [*special, *extra])
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.expert_tables import (
     _LOW,
@@ -53,7 +52,13 @@ from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx
-from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.linear_hopper import (
+    _activate_gated,
+    _barrier,
+    _fetch_tile,
+    swizzled_descriptor,
+)
+from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import power_of_2
@@ -77,7 +82,6 @@ _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
-_IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -854,10 +858,10 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     memory = _FEW_SHARED_MEMORY if is_few else _SHARED_MEMORY
     room = memory // per_sm - 2 * ROWS * columns - 1024
     grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
-        _descriptor(x.values, [columns, BLOCK], gl.float8e4nv, 128),
-        _descriptor(x.values, [_FEW_ROWS if is_few else columns // 2, BLOCK], gl.float8e4nv, 128),
-        _descriptor(weight.words, [ROWS, 32], gl.int32, 128),
-        _descriptor(weight.shifts, [ROWS // 16, 32], gl.int32, 0),
+        swizzled_descriptor(x.values, [columns, BLOCK], 128),
+        swizzled_descriptor(x.values, [_FEW_ROWS if is_few else columns // 2, BLOCK], 128),
+        swizzled_descriptor(weight.words, [ROWS, 32], 128),
+        swizzled_descriptor(weight.shifts, [ROWS // 16, 32], 0),
         weight.factors,
         x.scales,
         bias,
@@ -882,9 +886,3 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         maxnreg=registers,
         **launch_options(out.device),
     )
-
-
-def _descriptor(tensor: Tensor, shape: list[int], dtype: Any, swizzle: int) -> TensorDescriptor:
-    """For TMA of blocks of such a shape."""
-    layout = gl.NVMMASharedLayout(swizzle, dtype.primitive_bitwidth, rank=2)
-    return TensorDescriptor.from_tensor(tensor, shape, layout)

@@ -47,7 +47,12 @@ from octavo.ops.cuda.expert_tables import (
     _to_float8,
 )
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.linear_hopper import (
+    _activate_gated,
+    _barrier,
+    _fetch_tile,
+    swizzled_descriptor,
+)
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms
@@ -135,10 +140,9 @@ def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescript
     blocks = tables.num_blocks
     words = tables.words.view(-1, blocks, ROWS, 32)
     shifts = tables.shifts.view(-1, blocks, ROWS // 16, 32)
-    swizzled, plain = (gl.NVMMASharedLayout(each, 32, rank=4) for each in (128, 0))
     return (
-        TensorDescriptor.from_tensor(words, [1, _WARPS, _OCTET, 32], swizzled),
-        TensorDescriptor.from_tensor(shifts, [1, _WARPS, 1, 32], plain),
+        swizzled_descriptor(words, [1, _WARPS, _OCTET, 32], 128),
+        swizzled_descriptor(shifts, [1, _WARPS, 1, 32], 0),
     )
 
 

@@ -34,8 +34,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from octavo.ops.cuda.linear_hopper import _finish
 from octavo.ops.cuda.linear_hopper_quantized import _interleave, _stacked_rows
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.quantize import ROUNDER, SMALLEST_SIZE
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.quantized import LARGEST_INTEGER
 
 BLOCKS = 8  # of a warp, at most: columns of the right operand
 _REGISTERS = 168  # of a thread: three programs share an SM; the compiler takes more for zero points
@@ -46,11 +48,7 @@ _PLANES = tl.constexpr(8)
 _WIDTH = tl.constexpr(16)  # words of a block, and inputs of a plane
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 _CHUNK = tl.constexpr(CHUNK_ROWS * 16)  # words
-_LARGEST = tl.constexpr(127 * 256 + 127)
-_SMALLEST = tl.constexpr(0x0DA24260)  # the bits of 1e-30: blocks of zeros have a scale, too
-# The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
-# `high`, and its first one `low` + 128.
-_ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
+_LARGEST = tl.constexpr(LARGEST_INTEGER)
 # Four such sums -> four octets `high`, and four `low`.
 _SPLIT = tl.constexpr("""{
     .reg .b32 a, b, s;
@@ -64,7 +62,7 @@ _SPLIT = tl.constexpr("""{
     xor.b32 $1, a, s;
     }""")
 # Four words -> for each of them, its even and its odd integers, as 16 (q - 8) in 8 bits.
-UNPACK = tl.constexpr("""{
+_UNPACK = tl.constexpr("""{
     .reg .b32 t, s, m;
     mov.b32 s, 0x80808080;
     mov.b32 m, 0xF0F0F0F0;
@@ -163,19 +161,26 @@ def _along(SIZE: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(words):
-    """Words [warps, rows, words of a block] -> 16 (q - 8), int8 [warps, rows, 128]."""
-    WARPS: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = words.shape[1]
+def unpacked(words):
+    """Words of a block [rows, 16] -> 16 (q - 8), int8 [rows, 128]."""
     parts = gl.inline_asm_elementwise(
-        UNPACK,
+        _UNPACK,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        [words.reshape([WARPS * ROWS, _WIDTH])],
+        [words],
         dtype=(gl.int8,) * 8,
         is_pure=True,
         pack=4,
     )
-    return _interleave(parts).reshape([WARPS, ROWS, _BLOCK])
+    return _interleave(parts)
+
+
+@gluon.jit
+def _weights(words):
+    """Words [warps, rows, words of a block] -> 16 (q - 8), int8 [warps, rows, 128]."""
+    WARPS: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    values = unpacked(words.reshape([WARPS * ROWS, _WIDTH]))
+    return values.reshape([WARPS, ROWS, _BLOCK])
 
 
 @gluon.jit
@@ -190,8 +195,8 @@ def _integers(values):
     WARPS: gl.constexpr = gl.num_warps()
     exact = values.to(gl.float32)
     sizes = exact.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
-    largest = gl.maximum(gl.max(gl.max(sizes, 2), 1), _SMALLEST).to(gl.float32, bitcast=True)
-    sums = exact * (_LARGEST / largest)[:, None, None] + _ROUNDER
+    largest = gl.maximum(gl.max(gl.max(sizes, 2), 1), SMALLEST_SIZE).to(gl.float32, bitcast=True)
+    sums = exact * (_LARGEST / largest)[:, None, None] + ROUNDER
     # An input's place has bits for: which of a pair's two words, octet, even or odd integers; which
     # of four threads, which of its two pairs, which of the pair.
     places = sums.reshape([WARPS * _BLOCKS, 2, 2, 2, 4, 2, 2]).permute((0, 5, 1, 3, 4, 6, 2))
@@ -207,7 +212,7 @@ def _integers(values):
     high = high.reshape([WARPS, _BLOCKS, _BLOCK]).permute((0, 2, 1))
     low = low.reshape([WARPS, _BLOCKS, _BLOCK]).permute((0, 2, 1))
     scales = (largest / _LARGEST).reshape([WARPS, _BLOCKS])
-    totals = gl.sum(gl.sum(sums - _ROUNDER, 2), 1).reshape([WARPS, _BLOCKS])
+    totals = gl.sum(gl.sum(sums - ROUNDER, 2), 1).reshape([WARPS, _BLOCKS])
     return high, low, scales, totals
 
 

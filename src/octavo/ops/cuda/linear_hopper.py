@@ -13,7 +13,10 @@ the program of a tile that finishes last, or by the kernel that reads them next 
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import (
     CLAMPED_SWIGLU,
@@ -39,6 +43,19 @@ from octavo.ops.cuda.epilogues import (
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def swizzled_descriptor(tensor: Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
+    """The TMA descriptor for fetching blocks of that shape, which shared memory holds with a
+    swizzle of so many bytes; 0: with none."""
+    return TensorDescriptor.from_tensor(
+        tensor, block, _swizzled_layout(swizzle, 8 * tensor.element_size(), len(block))
+    )
+
+
+@cache
+def _swizzled_layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
 
 
 @gluon.jit

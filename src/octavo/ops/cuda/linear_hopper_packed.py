@@ -3,9 +3,9 @@
 As linear_hopper.py: one warp loads tiles of W and x by TMA, STAGES deep, and warpgroups multiply.
 These turn words into integers of 8 bits, by three instructions for eight weights, in the registers
 of the tensor cores' left operand. Inputs are two such integers each, 256 high + low, which are two
-columns of the right operand (Rounding.INTEGERS): whoever wrote them has put them in the order that
-words are unpacked in. Sums of a block of 128 inputs are exact; they are multiplied by the scales of
-weights and inputs, and added up in float32.
+columns of the right operand (Rounding.INTEGERS), written in the order in which words are unpacked.
+Sums of a block of 128 inputs are exact; they are multiplied by the scales of weights and inputs,
+and added up in float32.
 
 A program has 64 rows of W for each warpgroup; with a gate the first one has gates, and the second
 one what they gate. Where there are few programs, two partitions multiply every other stage each,
@@ -16,10 +16,7 @@ partition that waits at a barrier sees only whether the phase before has ended.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.linear_gemv_packed import UNPACK
-from octavo.ops.cuda.linear_hopper import _fetch_tile
-from octavo.ops.cuda.linear_hopper_quantized import _interleave, finish_splits, joined_tiles
+from octavo.ops.cuda.linear_gemv_packed import unpacked
+from octavo.ops.cuda.linear_hopper import _fetch_tile, swizzled_descriptor
+from octavo.ops.cuda.linear_hopper_quantized import finish_splits, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
 from octavo.ops.epilogue import Epilogue
@@ -103,13 +100,13 @@ def linear_few_packed(
     of_groups = [BLOCKS, CHUNK_ROWS]
     sums, arrivals = workspace
     linear_packed_kernel[grid](
-        _descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
-        _descriptor(x_scales.flatten(0, 1), [2 * BLOCKS, tiles.tokens], 0),
-        _descriptor(lines, [CHUNK_ROWS // 2, _LINE_WORDS], 128),
-        _descriptor(_by_group(stored.scales, stored), of_groups, 0),
+        swizzled_descriptor(values.view(-1, size), [2 * tiles.tokens, BLOCK], 128),
+        swizzled_descriptor(x_scales.flatten(0, 1), [2 * BLOCKS, tiles.tokens], 0),
+        swizzled_descriptor(lines, [CHUNK_ROWS // 2, _LINE_WORDS], 128),
+        swizzled_descriptor(_by_group(stored.scales, stored), of_groups, 0),
         None
         if stored.zeros is None
-        else _descriptor(_by_group(stored.zeros, stored), of_groups, 0),
+        else swizzled_descriptor(_by_group(stored.zeros, stored), of_groups, 0),
         bias,
         out,
         sums,
@@ -148,19 +145,6 @@ def _by_group(values: Tensor, stored: StoredWeight) -> Tensor:
     """Scales or zero points [groups, rows], of which TMA can fetch some though there be one group:
     that one's stride may be anything."""
     return values.as_strided((stored.num_groups, stored.shape[0]), (stored.shape[0], 1))
-
-
-def _descriptor(tensor: Tensor, block: list[int], swizzle: int) -> Any:
-    """The TMA descriptor for fetching such blocks; swizzle: as many bytes are mixed."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = _layout(swizzle, tensor.dtype, len(block))
-    return TensorDescriptor.from_tensor(tensor, block, layout)
-
-
-@cache
-def _layout(swizzle: int, dtype: torch.dtype, rank: int) -> Any:
-    return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=rank)
 
 
 @gluon.jit
@@ -203,20 +187,9 @@ def _fetch_inputs(x_sources, x_buffers, bar, token, stage, block):
 
 
 @gluon.jit
-def _produce(
-    x_sources,
-    sources,
-    buffers,
-    x_buffers,
-    barriers,
-    place,
-    token,
-    first,
-    count,
-    EARLY: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _produce(loads, EARLY: gl.constexpr, PDL: gl.constexpr):
     """The partition that loads."""
+    x_sources, sources, buffers, x_buffers, barriers, place, token, first, count = loads
     x, x_scales = x_sources
     weight, scales, zeros = sources
     ready, free = barriers
@@ -322,16 +295,8 @@ def _of_tokens(tiles, stage, LAYOUT: gl.constexpr):
 @gluon.jit
 def _left(words, LAYOUT: gl.constexpr):
     """Words [rows, 16] -> 16 (q - 8), int8 [rows, 128], the left operand."""
-    parts = gl.inline_asm_elementwise(
-        UNPACK,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        [words],
-        dtype=(gl.int8,) * 8,
-        is_pure=True,
-        pack=4,
-    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
-    return gl.convert_layout(_interleave(parts), OPERAND, assert_trivial=True)
+    return gl.convert_layout(unpacked(words), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -506,6 +471,7 @@ def linear_packed_kernel(
     x_buffers = (x_tiles, x_scale_tiles)
     barriers = (ready, free)
     place = (row, second_row, num_blocks, group_blocks)
+    loads = (x_sources, sources, buffers, x_buffers, barriers, place, token, first, count)
     if WAYS == 2:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         second = gl.allocate_shared_memory(gl.float32, [ROWS, BM], FLAT)
@@ -519,22 +485,7 @@ def linear_packed_kernel(
                     _second_sums,
                     (buffers, x_buffers, barriers, second, count, GROUP_BLOCKS, HAS_ZEROS),
                 ),
-                (
-                    _produce,
-                    (
-                        x_sources,
-                        sources,
-                        buffers,
-                        x_buffers,
-                        barriers,
-                        place,
-                        token,
-                        first,
-                        count,
-                        EARLY,
-                        PDL,
-                    ),
-                ),
+                (_produce, (loads, EARLY, PDL)),
             ],
             [4 * WARPGROUPS, 1],
             [REGISTERS, 24],
@@ -547,22 +498,7 @@ def linear_packed_kernel(
                     _first_sums,
                     (buffers, x_buffers, barriers, count, 1, GROUP_BLOCKS, HAS_ZEROS),
                 ),
-                (
-                    _produce,
-                    (
-                        x_sources,
-                        sources,
-                        buffers,
-                        x_buffers,
-                        barriers,
-                        place,
-                        token,
-                        first,
-                        count,
-                        EARLY,
-                        PDL,
-                    ),
-                ),
+                (_produce, (loads, EARLY, PDL)),
             ],
             [1],
             [24],

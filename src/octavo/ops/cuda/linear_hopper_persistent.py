@@ -117,7 +117,7 @@ def _fetch_weights(
         for j in gl.static_range(PIECES // HALVES):
             below = j * ROWS
             if IN_CHUNKS:
-                below = below // _CHUNK_ROWS * (num_blocks * _CHUNK_ROWS) + below % _CHUNK_ROWS
+                below = line_of(below, num_blocks)
             place = tiles.index(stage * PIECES + HALVES * j + half)
             _fetch_tile(weight, [first + below, column], ready.index(stage), place)
 

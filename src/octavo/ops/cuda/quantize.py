@@ -19,10 +19,10 @@ _MAX = tl.constexpr(FLOAT8_MAX)
 _IN_TWO = tl.constexpr(int(Rounding.IN_TWO))
 _INTEGERS = tl.constexpr(int(Rounding.INTEGERS))
 _LARGEST = tl.constexpr(LARGEST_INTEGER)
-_SMALLEST = tl.constexpr(0x0DA24260)  # the bits of 1e-30: groups of zeros have a scale, too
+SMALLEST_SIZE = tl.constexpr(0x0DA24260)  # the bits of 1e-30: groups of zeros have a scale, too
 # The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
 # `high`, and its first one `low` + 128.
-_ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
+ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
 
 
 def empty_inputs(
@@ -136,8 +136,8 @@ def _store_integers(values, rounded, start, size):
     GROUPS: tl.constexpr = values.shape[0]
     sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
     largest = tl.max(sizes, 1, keep_dims=True)
-    largest = tl.maximum(largest, _SMALLEST).to(tl.float32, bitcast=True)
-    sums = values * (_LARGEST / largest) + _ROUNDER
+    largest = tl.maximum(largest, SMALLEST_SIZE).to(tl.float32, bitcast=True)
+    sums = values * (_LARGEST / largest) + ROUNDER
     bits = sums.to(tl.int32, bitcast=True)
     group = start // 128 + tl.arange(0, GROUPS)[:, None, None, None]
     word = (
@@ -150,7 +150,7 @@ def _store_integers(values, rounded, start, size):
     tl.store(words, _words_of(bits >> 8), mask=inside)
     tl.store(words + size // 4, _words_of(bits ^ 0x80), mask=inside)
     scale = largest / _LARGEST
-    return scale, tl.sum(sums - _ROUNDER, 1, keep_dims=True) * scale
+    return scale, tl.sum(sums - ROUNDER, 1, keep_dims=True) * scale
 
 
 @triton.jit
