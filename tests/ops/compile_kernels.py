@@ -215,7 +215,7 @@ def quantized_projections() -> None:
             assert isinstance(choice, Tiles)
             launch(x, stored, out[0], out, epilogue, choice, is_partial=num_tokens == 1)
     few_packed()
-    rounded, scales = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
+    rounded, scales, _ = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
         gated = epilogue.is_gated
@@ -227,7 +227,7 @@ def quantized_projections() -> None:
         for of_weight in (of_blocks, Scales(torch.zeros(128, 1), 1, 0)):
             ring = Ring(4, 16, 4, 150)
             linear_ring(x[:1], blocks.weight, None, epilogue, ring, 132, of_weight)
-        in_float8, factors = round_inputs(x, Rounding.GROUPS)
+        in_float8, factors, _ = round_inputs(x, Rounding.GROUPS)
         product = Product.of(128, blocks, gated, Rounding.GROUPS)
         assert product is not None
         grouped = candidates(product)[0]

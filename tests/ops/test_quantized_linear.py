@@ -113,7 +113,7 @@ def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:
     x = inputs(4, 300, torch.bfloat16, device)
     x[1] *= 1000
     x[2, 7], x[3, 5] = torch.nan, torch.inf
-    rounded, scales = round_inputs(x, Rounding.TOKENS)
+    rounded, scales, _ = round_inputs(x, Rounding.TOKENS)
     values = rounded.float() * scales
     wanted = x[:2].float()
     assert torch.allclose(scales[:2], wanted.abs().amax(dim=1, keepdim=True) / 448)
@@ -572,7 +572,7 @@ def test_inputs_are_rounded_if_the_model_was_made_for_it(
     kernel = make_kernel(form, torch.bfloat16)
     assert kernel is not None
     x, bias = inputs(num_tokens, 512, torch.bfloat16, hopper), dense[:, 0].bfloat16()
-    rounded, scales = round_inputs(x, Rounding.TOKENS)
+    rounded, scales, _ = round_inputs(x, Rounding.TOKENS)
     y = (rounded.float() * scales) @ form.dequantize().t() + bias.float()
     assert relative(kernel.apply(x, bias, epilogue), apply_epilogue(y, epilogue)) < TOLERANCE
     parts = kernel.apply_partial(x, bias)
@@ -590,7 +590,7 @@ def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     assert kernel is not None
     x, bias = inputs(num_tokens, 1152, torch.bfloat16, hopper), dense[:, 0].bfloat16()
     x[:, :128] *= 1000  # which would leave others no bits if a token had one scale
-    rounded, padded = round_inputs(x, Rounding.GROUPS)
+    rounded, padded, _ = round_inputs(x, Rounding.GROUPS)
     scales = padded[:, :num_tokens].t()
     groups = x.float().view(num_tokens, -1, 128)
     assert torch.allclose(scales, groups.abs().amax(dim=-1) / 448)

@@ -72,6 +72,9 @@ class RoundedInputs(NamedTuple):
     # behind the last token are of no meaning. With INTEGERS [num_groups, 2, at least num_tokens]:
     # scales, and sums of the inputs that the integers stand for
     scales: Tensor
+    # How many inputs of a token share a scale; 0: all. What computes parts of tokens may have
+    # smaller groups than its Rounding, which are a multiple of them.
+    group: int
 
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
@@ -92,7 +95,7 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
         values = grouped / scales.unsqueeze(-1)
     values = values.to(torch.float8_e4m3fn).flatten(-2)[..., :size]
     scales = scales.t() if rounding.group else scales
-    return RoundedInputs(values.contiguous(), scales.contiguous())
+    return RoundedInputs(values.contiguous(), scales.contiguous(), rounding.group)
 
 
 def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +126,7 @@ def _integers(grouped: Tensor, top: Tensor) -> RoundedInputs:
     values = ordered.permute(0, 1, 2, 7, 3, 5, 6, 8, 4).reshape(num_tokens, 2, num_groups * group)
     scales = largest / LARGEST_INTEGER
     scales = torch.stack((scales, rounded.sum(dim=-1) * scales), dim=-1)
-    return RoundedInputs(values, scales.permute(1, 2, 0).contiguous())
+    return RoundedInputs(values, scales.permute(1, 2, 0).contiguous(), group)
 
 
 class FormError(ValueError):

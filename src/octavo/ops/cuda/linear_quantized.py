@@ -299,6 +299,25 @@ class QuantizedCudaLinear:
         is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
         return Rounding.IN_TWO if is_in_two else Rounding.NONE
 
+    def part_rounding(self, num_tokens: int) -> Rounding:
+        """See RoundingKernel.part_rounding."""
+        return Rounding.NONE
+
+    def apply_rounded_partial(self, x: RoundedInputs, bias: Tensor | None) -> Tensor:
+        """See RoundingKernel.apply_rounded_partial."""
+        choice = self._choose(len(x.values), Epilogue.NONE)
+        return self._multiply_rounded(x, bias, Epilogue.NONE, choice, is_partial=True)
+
+    def rounds_results(self, num_tokens: int, epilogue: Epilogue, rounding: Rounding) -> bool:
+        """See RoundingKernel.rounds_results."""
+        return False
+
+    def apply_and_round(
+        self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue, rounding: Rounding
+    ) -> RoundedInputs:
+        """See RoundingKernel.apply_and_round."""
+        return round_inputs(self.apply_rounded(x, bias, epilogue), rounding)
+
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See RoundingKernel.apply_rounded."""
         if self._cuts_gates(epilogue):
@@ -323,11 +342,10 @@ class QuantizedCudaLinear:
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
         if num_tokens == 1 and self._scales is not None:
             return self._apply_one(x, bias, Epilogue.NONE)
-        choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self._own_rounding(num_tokens)
         if rounding is not Rounding.NONE:
-            rounded = round_inputs(x, rounding)
-            return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
+            return self.apply_rounded_partial(round_inputs(x, rounding), bias)
+        choice = self._choose(num_tokens, Epilogue.NONE)
         if isinstance(choice, PackedPrograms):
             return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
@@ -459,7 +477,7 @@ class QuantizedCudaLinear:
         is_partial: bool,
     ) -> Tensor:
         """is_partial: the caller takes partial sums."""
-        (rounded, scales), stored = x, self._stored
+        (rounded, scales, _), stored = x, self._stored
         num_tokens = len(rounded)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
         if isinstance(choice, PackedTiles):

@@ -39,13 +39,14 @@ def empty_inputs(
         shape = triton.cdiv(size, rounding.group), triton.cdiv(num_tokens, TOKENS) * TOKENS
     if rounding is Rounding.INTEGERS:
         shape = shape[0], 2, shape[1]
-    return RoundedInputs(values, torch.empty(shape, dtype=torch.float32, device=device))
+    scales = torch.empty(shape, dtype=torch.float32, device=device)
+    return RoundedInputs(values, scales, rounding.group)
 
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """See ops/quantized.py; rows of x [num_tokens, size] may be strided."""
     num_tokens, size = x.shape
-    values, scales = rounded = empty_inputs(num_tokens, size, rounding, x.device)
+    values, scales, _ = rounded = empty_inputs(num_tokens, size, rounding, x.device)
     block = _BLOCKS.get(rounding) or power_of_2(size)
     _round_kernel[(num_tokens, triton.cdiv(size, block))](
         x,
