@@ -51,6 +51,7 @@ class Rounding(IntEnum):
     # Two integers of 8 bits for each input, 256 high + low, with a scale for each group of 128, in
     # the order in which products with packed integers of 4 bits take them
     INTEGERS = 4
+    SPANS = 5  # a scale for each group of 512 inputs of a token
 
     @property
     def group(self) -> int:
@@ -60,7 +61,12 @@ class Rounding(IntEnum):
 
 # Tensor cores add up 512 products of e4m3 numbers, before their sums are scaled and added in
 # float32.
-_GROUPS = {Rounding.GROUPS: 128, Rounding.IN_TWO: 512, Rounding.INTEGERS: 128}
+_GROUPS = {
+    Rounding.GROUPS: 128,
+    Rounding.IN_TWO: 512,
+    Rounding.INTEGERS: 128,
+    Rounding.SPANS: 512,
+}
 LARGEST_INTEGER = 127 * 256 + 127
 
 
