@@ -159,6 +159,16 @@ def _consume(
 
 
 @gluon.jit
+def _scales_of_parts(source, stride, first, num_groups, PARTS: gl.constexpr):
+    """Those of PARTS groups, from the `first` on; in place of those that there are not, any."""
+    scales = ()
+    for part in gl.static_range(PARTS):
+        group = gl.minimum(first + part, num_groups - 1)
+        scales += (gl.load(source + group * stride),)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
 def _consume_parts(
     buffers,
     count,
@@ -180,12 +190,10 @@ def _consume_parts(
     columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
     source += gl.minimum(first_token + columns // NUMBERS, num_tokens - 1)
     mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
+    scales = _scales_of_parts(source, stride, first * PARTS, num_groups, PARTS)
     for i in range(count):
         stage = i % STAGES
-        scales = ()
-        for part in gl.static_range(PARTS):
-            group = gl.minimum((first + i) * PARTS + part, num_groups - 1)
-            scales += (gl.load(source + group * stride),)  # type: ignore[assignment]
+        next_scales = _scales_of_parts(source, stride, (first + i + 1) * PARTS, num_groups, PARTS)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         product = nothing
         for part in gl.static_range(PARTS + 1):
@@ -199,6 +207,7 @@ def _consume_parts(
                 sums = sums + product * scales[part - 1][None, :]
             product = following
         mbarrier.arrive(free.index(stage), count=1)
+        scales = next_scales
     return sums
 
 

@@ -6,9 +6,10 @@ other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up 
 4 bits are linear_hopper_packed.py's, with two integers for each input. Up to 64 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
-they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
-have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
-other weight: that costs as much as writing it, and the product with many tokens costs more.
+they are more than a few: with a scale for each token, for each 512 inputs where attention rounds
+up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise W is dequantized
+into a workspace first, and computed with as any other weight: that costs as much as writing it, and
+the product with many tokens costs more.
 """
 
 from __future__ import annotations
