@@ -70,13 +70,16 @@ def report_loss(
 ) -> None:
     """Measure what rounding the weights on load has cost, and log it; or log why that is not known.
 
-    All ranks call it together, after the model's `finalize`, and the first one logs.
+    All ranks call it together, after the model's `finalize`, and the first one logs. Where the log
+    leaves such lines out, nothing is measured.
 
     Args:
         model: of the communicator's shard, as `config` describes it.
         config: with a quantization that the loader has carried out.
         is_dummy: the weights are random, and in no file.
     """
+    if not logger.isEnabledFor(logging.INFO):  # of all ranks, which have the level of the engine
+        return
     started = time.perf_counter()
     ids = [] if is_dummy else text_ids(config)
     obstacle = None
