@@ -105,6 +105,7 @@ def test_the_log_says_it_or_why_not(
     for model, options, expected in [
         (llama, {"quantization": "fp8"}, r"over \d+ tokens of a text: mean \S+ nats, largest "),
         (llama, {"quantization": "fp8", "max_model_len": 7}, "over 7 tokens"),
+        (llama, {"quantization": "fp8", "kv_cache_dtype": "fp8"}, r"over \d+ tokens"),
         (llama, {}, "^$"),
         (llama, {"quantization": "fp8", "measure_quantization": False}, "^$"),
         (llama, {"quantization": "fp8", "load_format": "dummy"}, "the weights are random"),

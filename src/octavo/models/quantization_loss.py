@@ -160,12 +160,13 @@ def _log_softmax(logits: Tensor, communicator: Communicator) -> Tensor:
 
 
 def _hidden_states(model: CausalLM, config: ModelConfig, ids: Sequence[int]) -> Tensor:
-    """CausalLM.forward of one sequence: [num_tokens, hidden_size]."""
+    """CausalLM.forward of one sequence: [num_tokens, hidden_size]. Keys and values are not rounded,
+    even if those of the served model's KV cache are."""
     dtype, device = model.token_table.dtype, model.token_table.device
     size = len(ids)
     backend_class = load_backend("reference")
     shape = backend_class.kv_block_shape(size, config.num_kv_heads, config.head_dim)
-    layers = model.attention_layers
+    layers = [replace(layer, kv_scales=None) for layer in model.attention_layers]
     cache = torch.zeros((2, len(layers), *shape), dtype=dtype, device=device)  # block 0 is null
     places = [LayerPlace(0, index) for index in range(len(layers))]
     backend = make_backend(backend_class, layers, places, cache, size)
@@ -199,22 +200,24 @@ def _weights_of_files(model: CausalLM, config: ModelConfig, tensors: Tensors) ->
     """A context in which what was rounded is computed from the files."""
     dtype, device = model.token_table.dtype, model.token_table.device
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    for path, module in list(model.named_modules()):
-        other: nn.Module
-        if isinstance(module, RoundedLinear) and config.tied_embeddings:
-            other = _LinearOfFiles(module.bias, [_Part.of_table(model.token_table)], dtype, device)
-        elif isinstance(module, QuantizedLinear | RoundedLinear):
-            parts = _parts(module.config, config.weight_names.of(path), tensors)
-            other = _LinearOfFiles(module.bias, parts, dtype, device)
-        elif isinstance(module, QuantizedExperts):
-            names = config.weight_names.of(path)
-            other = _ExpertsOfFiles(module.config, names, tensors, dtype, device)
-        else:
-            continue
-        owner_path, _, name = path.rpartition(".")
-        replaced.append((model.get_submodule(owner_path), name, module))
-        setattr(*replaced[-1][:2], other)
     try:
+        for path, module in list(model.named_modules()):
+            other: nn.Module
+            if isinstance(module, RoundedLinear) and config.tied_embeddings:
+                part = _Part.of_table(model.token_table)
+                other = _LinearOfFiles(module.bias, [part], dtype, device)
+            elif isinstance(module, QuantizedLinear | RoundedLinear):
+                parts = _parts(module.config, config.weight_names.of(path), tensors)
+                other = _LinearOfFiles(module.bias, parts, dtype, device)
+            elif isinstance(module, QuantizedExperts):
+                names = config.weight_names.of(path)
+                other = _ExpertsOfFiles(module.config, names, tensors, dtype, device)
+            else:
+                continue
+            owner_path, _, name = path.rpartition(".")
+            owner = model.get_submodule(owner_path)
+            replaced.append((owner, name, module))
+            setattr(owner, name, other)
         yield
     finally:
         for owner, name, module in replaced:
