@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
-from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -25,6 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 import model_zoo
+
+gguf = pytest.importorskip("gguf")
+Kind = gguf.GGMLQuantizationType
 
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite")},

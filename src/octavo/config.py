@@ -216,6 +216,10 @@ class EngineConfig:
     ("fp8"), or to integers with a scale per output ("int8") or per 128 inputs ("int4"). "auto": to
     the most exact of those that the device computes with, if they would leave too little room for
     the KV cache as they are. None: they are as the files have them."""
+    measure_quantization: bool = True
+    """Where weights are quantized while they are loaded, the log says how far the model's
+    next-token distributions are from those of the weights in the files, which takes a second
+    reading of them."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

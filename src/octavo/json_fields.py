@@ -47,11 +47,14 @@ class Fields:
             raise ModelError(f"{self.where} has no {name}")
         return default
 
-    def count(self, name: str, default: Any = _REQUIRED, limit: int = MAX_COUNT) -> int:
-        """A positive integer, at most `limit`."""
+    def count(
+        self, name: str, default: Any = _REQUIRED, limit: int = MAX_COUNT, why: str = ""
+    ) -> int:
+        """A positive integer, at most `limit`; `why` says why no more."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise self.error(name, f"it must be a positive integer, at most {limit:,}")
+            reason = f" ({why})" if why else ""
+            raise self.error(name, f"it must be a positive integer, at most {limit:,}{reason}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:

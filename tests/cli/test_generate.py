@@ -36,6 +36,14 @@ def test_the_command_gives_what_the_api_gives(octavo: Octavo, model: list[str]) 
     assert "preemptions: 0 by swap, 0 by recompute" in result.stderr
 
 
+def test_what_quantizing_costs_is_printed(octavo: Octavo, model: list[str]) -> None:
+    options = (*model, PROMPT, "--max-tokens", 1, "--quantization", "fp8")
+    result = octavo("generate", *options)
+    assert "relative errors of the layers, in %" in result.stderr
+    assert "KL divergence from the model with the weights in the files" in result.stderr
+    assert "relative errors" not in octavo("generate", *options, "--quiet").stderr
+
+
 def test_an_output_that_does_not_continue_its_prompt_has_its_own_line(octavo: Octavo) -> None:
     model = ("--model", model_directory("bart"), "--num-blocks", 100)
     result = octavo("generate", *model, PROMPT, "--max-tokens", 3, "--quiet")

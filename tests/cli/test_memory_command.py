@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 from click_harness import Octavo
-from gguf import GGMLQuantizationType as Kind
 
 import gguf_files
+from gguf_files import Kind
 from model_zoo import model_directory
 from octavo import LLM
 

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, trainers
@@ -16,6 +15,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 import gguf_files
 import model_zoo
+from gguf_files import gguf
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError
 from octavo.gguf import read_gguf

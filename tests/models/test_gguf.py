@@ -11,18 +11,16 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from dense_harness import DenseHarness
-from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import gguf_files
 import model_zoo
-from gguf_files import everywhere, with_experts, write_pair
+from gguf_files import Kind, everywhere, gguf, with_experts, write_pair
 from octavo import LLM, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError

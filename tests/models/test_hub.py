@@ -10,9 +10,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from gguf import GGMLQuantizationType as Kind
 
 import gguf_files
+from gguf_files import Kind
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.models.hub import resolve_model

@@ -330,6 +330,13 @@ def removed(name: str) -> Change:
     return lambda tensors: tensors.pop(K_PROJ + name)
 
 
+def with_byte(byte: int, row: int, column: int) -> Tensor:
+    """A weight in e4m3 with this byte there, and the largest numbers, 0x7E and 0xFE, elsewhere."""
+    stored = torch.tensor([0x7E, 0xFE], dtype=torch.uint8).repeat(64, 64)
+    stored[row, column] = byte
+    return stored.view(torch.float8_e4m3fn)
+
+
 def replaced(name: str, tensor: Tensor) -> Change:
     return lambda tensors: tensors.update({K_PROJ + name: tensor})
 
@@ -379,6 +386,16 @@ def replaced(name: str, tensor: Tensor) -> Change:
             "fp8_channel",
             replaced("weight_scale", torch.full((64, 1), torch.nan)),
             r"k_proj\.weight_scale has nan at \[0, 0\]; scales are finite and positive",
+        ),
+        (
+            "fp8_channel",
+            replaced("weight", with_byte(0x7F, 3, 5)),
+            r"model.safetensors: .*k_proj\.weight has NaN at \[3, 5\]",
+        ),
+        (
+            "fp8_transformers",
+            replaced("weight", with_byte(0xFF, 63, 127)),
+            r"k_proj\.weight has NaN at \[63, 127\]",
         ),
         (
             "fp8_block",

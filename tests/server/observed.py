@@ -46,6 +46,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "kv_cache_dtype": "float32",
         "device": "cpu",
         "num_ranks": 2,
+        "predicts_steps": True,
         "budget": MemoryBudget(1000, 300, 200, 100, 350, 25, BLOCK_SIZE, NUM_BLOCKS, 100, 4),
     }
     return EngineInfo(**(values | changes))

@@ -30,7 +30,15 @@ from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.observability.logs import JsonFormatter, TextFormatter
 from octavo.server.observability.observation import Observation
-from server.observed import FakeClient, admitted, open_request, output_of, snapshot, view
+from server.observed import (
+    FakeClient,
+    admitted,
+    engine_info,
+    open_request,
+    output_of,
+    snapshot,
+    view,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MODEL = {"model_name": "demo"}
@@ -131,6 +139,16 @@ def test_experts_that_are_computed_beside_those_expected(
     most = routing.num_experts + (num_layers * 4 - 1) * routing.top_k
     least = num_layers * 4 * routing.top_k
     assert least <= found["experts_computed"] <= most
+
+
+def test_steps_are_predicted_where_the_device_is_known(
+    client: FakeClient, http: TestClient
+) -> None:
+    client.counters = Counters(step_seconds=3.0, predicted_seconds=2.5)
+    name = "octavo_engine_step_predicted_seconds_total"
+    assert f'{name}{{model_name="demo"}} 2.5' in http.get("/metrics").text
+    client.info = engine_info(predicts_steps=False)
+    assert name not in http.get("/metrics").text
 
 
 def test_first_token_counts_once_for_several_samples_and_for_beams(seen: Observation) -> None:

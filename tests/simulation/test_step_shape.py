@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.step import BlockCopy, Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import (
+    BlockCopy,
+    Fork,
+    OpenedRow,
+    SamplingSpec,
+    StepPlan,
+    TableWrite,
+    TokenWrites,
+)
 from octavo.simulation.step_shape import (
     CopiedExtents,
     PaddedBatches,
@@ -110,15 +119,38 @@ def test_a_row_is_followed_from_any_idle_moment() -> None:
     assert rows.follow(plan({7: 2}, closed=[1, 2], opened=[opened(7, 2)])).num_tokens == 2
 
 
-def test_it_agrees_with_a_plain_count() -> None:
+@pytest.mark.parametrize("windows", [[None], [None, 8, 8, 20]])
+def test_it_agrees_with_a_plain_count(windows: list[int | None]) -> None:
+    """Of rows that come, fork, go, wait, are taken back, and compute one token or several."""
     draw = random.Random(0)
-    rows, lengths = RowLengths([None]), dict.fromkeys(range(5), 0)
-    work = {seq: draw.randint(1, 9) for seq in lengths}
-    steps = [plan(work, opened=[opened(seq, 9) for seq in lengths])]
-    steps += [plan({seq: 1 for seq in lengths if draw.random() < 0.7}) for _ in range(20)]
-    for step in steps:
-        context = 0
-        for seq, count in zip(step.seq_ids, step.num_scheduled_tokens, strict=True):
-            lengths[seq] += count
-            context += lengths[seq]
-        assert rows.follow(step).kv_tokens == context
+    rows, lengths, ids = RowLengths(windows), dict[int, int](), itertools.count()
+    for _ in range(300):
+        closed = [seq for seq in lengths if draw.random() < 0.1]
+        parents = [seq for seq in lengths if draw.random() < 0.05]
+        forks = [Fork(parent, next(ids), 1) for parent in parents]
+        new = [opened(next(ids), 30, draw.randrange(30)) for _ in range(draw.choice((0, 0, 1, 60)))]
+        lengths |= {fork.child_id: lengths[fork.parent_id] for fork in forks}
+        lengths = {seq: length for seq, length in lengths.items() if seq not in closed}
+        lengths |= {row.seq_id: row.num_computed_tokens for row in new}
+        back = [seq for seq, length in lengths.items() if length and draw.random() < 0.1]
+        writes = TokenWrites(
+            back, [lengths[seq] - draw.randrange(2) for seq in back], [7] * len(back)
+        )
+        lengths |= dict(zip(writes.seq_ids, writes.positions, strict=True))
+        share = draw.choice((0.5, 1))
+        work = {seq: draw.choice((1, 1, 1, 9)) for seq in lengths if draw.random() < share}
+        work = dict(sorted(work.items(), key=lambda item: item[1] > 1))
+        context = pairs = 0.0
+        for seq, count in work.items():
+            end = lengths[seq] = lengths[seq] + count
+            for window in windows:
+                limit = end if window is None else window
+                context += min(end, limit + count - 1) / len(windows)
+                if count > 1:
+                    pairs += windowed_pairs(end - count, end, limit) / len(windows)
+        step = plan(work, closed=closed, forks=forks, opened=new, token_writes=writes)
+        shape = rows.follow(step)
+        assert rows.num_rows == len(lengths)
+        assert shape.num_tokens == sum(work.values())
+        assert shape.kv_tokens == pytest.approx(context)
+        assert shape.attention_pairs == pytest.approx(pairs)

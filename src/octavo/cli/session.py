@@ -16,11 +16,12 @@ from octavo.sampling_params import SamplingParams
 
 
 def show_log(quiet: bool, verbose: bool) -> None:
-    """Send octavo's log to stderr: the memory budget, and with `verbose` each preemption."""
+    """Send octavo's log to stderr: the memory budget and what quantizing has cost, unless `quiet`,
+    and with `verbose` each preemption."""
     logger = logging.getLogger("octavo")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    budget_level = logging.WARNING if quiet else logging.INFO
-    logging.getLogger("octavo.worker").setLevel(budget_level)
+    for name in ("octavo.models", "octavo.worker"):
+        logging.getLogger(name).setLevel(logging.WARNING if quiet else logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]

@@ -12,6 +12,7 @@ class Counters:
 
     num_steps: int = 0
     step_seconds: float = 0.0  # time in which the executor computed or moved blocks
+    predicted_seconds: float = 0.0  # the same by a cost model; 0 where there is none
     num_computed_tokens: int = 0  # prompts, recomputed tokens and decodes
     num_output_tokens: int = 0
     num_lookup_tokens: int = 0  # looked up in the prefix cache

@@ -27,8 +27,18 @@ class Recorder:
     """Observes one engine. Admissions, preemptions and counters are always recorded, events of
     single blocks only while `watching`."""
 
-    def __init__(self, engine: Engine, on_admission: Callable[[Admitted], None]) -> None:
-        """`on_admission` is called before the step that computes the admitted request's tokens."""
+    def __init__(
+        self,
+        engine: Engine,
+        on_admission: Callable[[Admitted], None],
+        predict: Callable[[StepPlan], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: nothing runs yet.
+            on_admission: called before the step that computes the admitted request's tokens.
+            predict: how many seconds a step should take; called once for each, in their order.
+        """
         self.counters = Counters()
         self.preempted: list[Preempted] = []
         self.watched = BlockEvents.none()
@@ -40,6 +50,7 @@ class Recorder:
         self._mixtures = list(mixtures.items())  # of all layers but the last
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
+        self._predict = predict
         self._num_preemptions = 0  # of all requests, as far as they have been recorded
         self._preempted_before: dict[str, int] = {}  # how often, by request id
         engine.observers.append(self._observe)
@@ -88,6 +99,8 @@ class Recorder:
         kv, scheduler, counters = self._engine.kv, self._engine.scheduler, self.counters
         counters.num_steps += 1
         counters.step_seconds += result.compute_seconds + result.swap_seconds
+        if self._predict is not None:
+            counters.predicted_seconds += self._predict(plan)
         counters.num_computed_tokens += self._step_size[0]
         counters.num_output_tokens += len(progress.advanced)
         counters.num_lookup_tokens = kv.num_lookup_tokens

@@ -26,10 +26,13 @@ class KVCapacity:
     block_bytes: int  # of all devices together
     budget: MemoryBudget  # of one device
     num_ranks: int = 1  # devices that share each block
+    device_name: str = ""  # of each of them, as its driver has it; "" where there is none
 
     @classmethod
-    def of(cls, budget: MemoryBudget, layout: KVLayout, num_ranks: int = 1) -> KVCapacity:
-        """What `num_ranks` devices with this budget each offer."""
+    def of(
+        cls, budget: MemoryBudget, layout: KVLayout, num_ranks: int = 1, device_name: str = ""
+    ) -> KVCapacity:
+        """What `num_ranks` devices of that name, with this budget each, offer."""
         return cls(
             budget.num_blocks,
             budget.num_swap_blocks,
@@ -37,6 +40,7 @@ class KVCapacity:
             budget.block_bytes * num_ranks,
             budget,
             num_ranks,
+            device_name,
         )
 
 

@@ -31,7 +31,9 @@ class LocalExecutor:
         self.is_asynchronous = device.is_asynchronous
         self._worker = Worker(device.adapt(config), model_config, device, SingleRank())
         self.config = self._worker.config
-        self.capacity = KVCapacity.of(self._worker.budget, self._worker.layout)
+        self.capacity = KVCapacity.of(
+            self._worker.budget, self._worker.layout, device_name=device.name
+        )
         self.submit = self._worker.runner.submit
 
     def check(self) -> None:

@@ -76,7 +76,7 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     communicator = connect(start.shard, start.address, device.torch_device, is_one_host)
     own = replace(config, owns_process=True)
     worker = Worker(own, start.model_config, device, communicator)
-    capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size)
+    capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size, device.name)
     config = replace(config, quantization=worker.config.quantization)
     return Ready(config, device.is_asynchronous, capacity), worker.runner.submit
 

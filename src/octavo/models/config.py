@@ -405,6 +405,11 @@ class ModelConfig(ModelDescription):
         """Whether the files hold quantized weights."""
         return self.quantization is not None and self.quantization.method != ON_LOAD_METHOD
 
+    @property
+    def is_quantized_on_load(self) -> bool:
+        """Whether the loader quantizes weights that the files hold as they are."""
+        return self.quantization is not None and not self.is_stored_quantized
+
     def kept_by(self, kernels: WeightKernels) -> ModelConfig:
         """The same model with `least_weight_bytes` and `read_bytes` of a device with such kernels.
 

@@ -52,6 +52,21 @@ GPUS = {
 }
 
 
+# What NVIDIA's driver calls those that have these rates; other cards of a name are slower.
+DRIVER_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+
+
+def find_driver_name(name: str) -> GPU | None:
+    """A device by the name that its driver gives it; None if its rates are not known."""
+    return GPUS[DRIVER_NAMES[name]] if name in DRIVER_NAMES else None
+
+
 def find_gpu(name: str) -> GPU:
     """A device by its name, or from a JSON file with GPU's fields.
 

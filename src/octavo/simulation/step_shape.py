@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.core.step import StepPlan
 
 
@@ -32,12 +35,17 @@ class RowLengths:
 
     It must see every plan from a moment on at which nothing ran; rows of before may still be closed
     then.
+
+    Lengths are in one array, so that a step of many decodes costs a few operations on arrays: a
+    server follows its own steps, too.
     """
 
     def __init__(self, layer_windows: Sequence[int | None]) -> None:
         """`layer_windows[i]` is layer i's window, None for full attention."""
         counts = Counter(layer_windows)
-        self._num_computed: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # of rows, dense: 0, 1, ...
+        self._rows: list[int] = []  # by their places
+        self._lengths = np.zeros(64, np.int64)  # by places
         self._windows = [
             (window, count / len(layer_windows))
             for window, count in counts.items()
@@ -47,52 +55,98 @@ class RowLengths:
 
     @property
     def num_rows(self) -> int:
-        return len(self._num_computed)
+        return len(self._rows)
 
     def follow(self, plan: StepPlan) -> StepShape:
         """Apply a plan, and measure it."""
-        rows = self._num_computed
         for fork in plan.forks:
-            rows[fork.child_id] = rows[fork.parent_id]
+            self._set(fork.child_id, int(self._lengths[self._places[fork.parent_id]]))
         for seq_id in plan.closed:
-            rows.pop(seq_id, None)
+            self._close(seq_id)
         for opened in plan.opened:
-            rows[opened.seq_id] = opened.num_computed_tokens
-        num_tokens = context = pairs = 0
-        for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
-            before = rows[seq_id]
-            rows[seq_id] = end = before + count
-            num_tokens += count
-            context += end
-            if count > 1:
-                pairs += count * before + count * (count + 1) // 2
+            self._set(opened.seq_id, opened.num_computed_tokens)
+        for seq_id, position in zip(*plan.token_writes[:2], strict=True):
+            if seq_id in self._places:  # from here on it is computed again
+                place = self._places[seq_id]
+                self._lengths[place] = min(int(self._lengths[place]), position)
+        num_seqs, num_tokens = len(plan.seq_ids), plan.num_tokens
+        chunks = self._chunks(plan) if num_tokens > num_seqs else []
+        ends = self._advanced(plan)
+        full = int(ends.sum())
+        context: float = full
+        pairs: float = sum(
+            count * (end - count) + count * (count + 1) // 2 for count, end in chunks
+        )
+        if self._windows:
+            context, pairs = self._mean_context(ends, full, chunks), self._mean_pairs(pairs, chunks)
         return StepShape(
-            num_seqs=len(plan.seq_ids),
+            num_seqs=num_seqs,
             num_tokens=num_tokens,
             num_sampled=len(plan.sampled) + len(plan.expanded),
-            kv_tokens=self._mean_context(plan, context) if self._windows else context,
-            attention_pairs=self._mean_pairs(plan, pairs) if self._windows else pairs,
+            kv_tokens=context,
+            attention_pairs=pairs,
             num_copied_blocks=len(plan.copies),
             num_swapped_blocks=len(plan.swap_out) + len(plan.swap_in),
         )
 
-    def _mean_context(self, plan: StepPlan, full: int) -> float:
+    def _set(self, seq_id: int, length: int) -> None:
+        place = self._places.get(seq_id)
+        if place is None:
+            place = self._places[seq_id] = len(self._rows)
+            self._rows.append(seq_id)
+            if place == len(self._lengths):
+                self._lengths = np.concatenate((self._lengths, np.zeros_like(self._lengths)))
+        self._lengths[place] = length
+
+    def _close(self, seq_id: int) -> None:
+        """The last row takes its place."""
+        place = self._places.pop(seq_id, None)
+        if place is None:
+            return
+        last = self._rows.pop()
+        if last != seq_id:
+            self._rows[place] = last
+            self._places[last] = place
+            self._lengths[place] = self._lengths[len(self._rows)]
+
+    def _chunks(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Tokens of rows that compute several, which are last in a plan, and lengths after it."""
+        chunks = []
+        for seq_id, count in zip(
+            reversed(plan.seq_ids), reversed(plan.num_scheduled_tokens), strict=True
+        ):
+            if count == 1:
+                break
+            place = self._places[seq_id]
+            self._lengths[place] += count - 1  # and 1 as all rows
+            chunks.append((count, int(self._lengths[place]) + 1))
+        return chunks
+
+    def _advanced(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Lengths of the plan's rows, in any order, after one more token of each."""
+        if len(plan.seq_ids) == len(self._rows):
+            ends = self._lengths[: len(self._rows)]
+            ends += 1
+            return ends
+        places = [self._places[seq_id] for seq_id in plan.seq_ids]
+        self._lengths[places] += 1
+        return self._lengths[places]
+
+    def _mean_context(
+        self, ends: NDArray[np.int64], full: int, chunks: Sequence[tuple[int, int]]
+    ) -> float:
         """What a layer reads on average; a window and the step's own tokens bound it."""
         mean = self._full_share * full
         for window, share in self._windows:
-            mean += share * sum(
-                min(self._num_computed[seq_id], window + count - 1)
-                for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True)
-            )
+            read = int(np.minimum(ends, window).sum())
+            read += sum(min(end, window + count - 1) - min(end, window) for count, end in chunks)
+            mean += share * read
         return mean
 
-    def _mean_pairs(self, plan: StepPlan, full: int) -> float:
+    def _mean_pairs(self, full: float, chunks: Sequence[tuple[int, int]]) -> float:
         mean = self._full_share * full
         for window, share in self._windows:
-            for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
-                if count > 1:
-                    end = self._num_computed[seq_id]
-                    mean += share * windowed_pairs(end - count, end, window)
+            mean += share * sum(windowed_pairs(end - count, end, window) for count, end in chunks)
         return mean
 
 

@@ -17,6 +17,7 @@ from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
@@ -98,6 +99,9 @@ class Worker:
                     dtype,
                     device.torch_device,
                 )
+            if config.measure_quantization and model_config.is_quantized_on_load:
+                report_loss(model, model_config, communicator, config.load_format == "dummy")
+                device.release()
             loaded = time.perf_counter()
 
             def runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> ModelRunner:

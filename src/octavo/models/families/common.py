@@ -26,7 +26,10 @@ from octavo.routing import RoutingConfig
 
 MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
 MAX_ALIBI_HEADS = 10_000  # each has a slope in the description
-MAX_EXPERTS = 1024  # kernels hold a token's scores of all of them in registers
+# The routing kernel holds the scores of all experts for 16 tokens in registers. On Hopper, threads
+# spill 1.9 KB each with 1,024 experts, 7.3 KB with 2,048, and 14.5 KB with 4,096; these take 16 and
+# 90 s to compile.
+MAX_EXPERTS = 1024
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names in config.json, and ours.
 GATED_ACTIVATIONS: dict[str, Activation] = {
@@ -280,6 +283,16 @@ def _extended(config: Fields, rotary: RotaryConfig) -> int:
     if extended > MAX_COUNT:
         raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
     return extended
+
+
+def count_experts(config: Fields, name: str, default: int) -> int:
+    """How many experts a layer has.
+
+    Raises ModelError if there are more than MAX_EXPERTS.
+    """
+    return config.count(
+        name, default, MAX_EXPERTS, "kernels hold a token's scores of all experts in registers"
+    )
 
 
 def read_experts(

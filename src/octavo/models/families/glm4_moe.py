@@ -11,6 +11,7 @@ from octavo.models.families import qwen2_moe
 from octavo.models.families.common import (
     MAX_EXPERTS,
     check_layer_types,
+    count_experts,
     gated_mlp,
     read_experts,
     read_num_layers,
@@ -38,7 +39,7 @@ def read(config: Fields) -> ModelDescription:
     size = config.count("moe_intermediate_size", 1408)
     experts = read_experts(
         config,
-        num_experts=config.count("n_routed_experts", 128, MAX_EXPERTS),
+        num_experts=count_experts(config, "n_routed_experts", 128),
         top_k=config.count("num_experts_per_tok", 8),
         intermediate_size=size,
         scoring=Scoring.SIGMOID,

@@ -14,7 +14,7 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     LAYER_TYPES,
-    MAX_EXPERTS,
+    count_experts,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
@@ -53,9 +53,7 @@ def read(config: Fields) -> ModelDescription:
     experts = read_experts(
         config,
         # The first name is that of the published files.
-        num_experts=config.count(
-            config.either("num_local_experts", "num_experts"), 128, MAX_EXPERTS
-        ),
+        num_experts=count_experts(config, config.either("num_local_experts", "num_experts"), 128),
         top_k=config.count("num_experts_per_tok", 4),
         intermediate_size=config.count("intermediate_size"),
         activation=config.choice("hidden_act", {"silu": "clamped_swiglu"}, "silu"),

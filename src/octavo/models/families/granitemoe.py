@@ -7,7 +7,7 @@ from dataclasses import replace
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import granite
-from octavo.models.families.common import MAX_EXPERTS, read_experts, read_num_layers
+from octavo.models.families.common import count_experts, read_experts, read_num_layers
 from octavo.models.family import Family
 
 WEIGHTS = replace(
@@ -27,7 +27,7 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a GraniteMoeForCausalLM."""
     experts = read_experts(
         config,
-        num_experts=config.count("num_local_experts", 8, MAX_EXPERTS),
+        num_experts=count_experts(config, "num_local_experts", 8),
         top_k=config.count("num_experts_per_tok", 2),
         intermediate_size=config.count("intermediate_size"),
     )

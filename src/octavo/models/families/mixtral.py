@@ -8,7 +8,7 @@ from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
-    MAX_EXPERTS,
+    count_experts,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
@@ -33,7 +33,7 @@ def read(config: Fields) -> ModelDescription:
     num_layers = read_num_layers(config)
     experts = read_experts(
         config,
-        num_experts=config.count("num_local_experts", 8, MAX_EXPERTS),
+        num_experts=count_experts(config, "num_local_experts", 8),
         top_k=config.count("num_experts_per_tok", 2),
         intermediate_size=config.count("intermediate_size"),
     )

@@ -6,8 +6,8 @@ from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import qwen2_moe
 from octavo.models.families.common import (
-    MAX_EXPERTS,
     check_layer_types,
+    count_experts,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
@@ -20,7 +20,7 @@ def read(config: Fields) -> ModelDescription:
     check_layer_types(config)
     experts = read_experts(
         config,
-        num_experts=config.count("num_experts", 64, MAX_EXPERTS),
+        num_experts=count_experts(config, "num_experts", 64),
         top_k=config.count("num_experts_per_tok", 8),
         intermediate_size=config.count("intermediate_size"),
         renormalised=config.flag("norm_topk_prob", False),

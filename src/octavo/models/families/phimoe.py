@@ -9,7 +9,7 @@ from octavo.layers.config import NormConfig
 from octavo.models.config import ModelDescription
 from octavo.models.families import mixtral
 from octavo.models.families.common import (
-    MAX_EXPERTS,
+    count_experts,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
@@ -26,7 +26,7 @@ def read(config: Fields) -> ModelDescription:
     config.refuse("num_experts_per_tok", 2)  # SparseMixer chooses two, whatever it says
     experts = read_experts(
         config,
-        num_experts=config.count("num_local_experts", 16, MAX_EXPERTS),
+        num_experts=count_experts(config, "num_local_experts", 16),
         top_k=2,
         intermediate_size=config.count("intermediate_size"),
         scoring=Scoring.SPARSEMIXER,

@@ -10,7 +10,7 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     LAYER_TYPES,
-    MAX_EXPERTS,
+    count_experts,
     gated_mlp,
     read_experts,
     read_num_layers,
@@ -41,7 +41,7 @@ def read(config: Fields) -> ModelDescription:
     shared = gated_mlp(config, config.count("shared_expert_intermediate_size", 5632))
     experts = read_experts(
         config,
-        num_experts=config.count("num_experts", 60, MAX_EXPERTS),
+        num_experts=count_experts(config, "num_experts", 60),
         top_k=config.count("num_experts_per_tok", 4),
         intermediate_size=config.count("moe_intermediate_size", 1408),
         renormalised=config.flag("norm_topk_prob", False),

@@ -6,7 +6,7 @@ from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import qwen2_moe
 from octavo.models.families.common import (
-    MAX_EXPERTS,
+    count_experts,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
@@ -21,9 +21,7 @@ def read(config: Fields) -> ModelDescription:
     experts = read_experts(
         config,
         # The second name is that of files which transformers 5 has written.
-        num_experts=config.count(
-            config.either("num_experts", "num_local_experts"), 128, MAX_EXPERTS
-        ),
+        num_experts=count_experts(config, config.either("num_experts", "num_local_experts"), 128),
         top_k=config.count("num_experts_per_tok", 8),
         intermediate_size=config.count("moe_intermediate_size", 768),
         renormalised=config.flag("norm_topk_prob", False),

@@ -25,6 +25,7 @@ from octavo.engine.snapshot import take_snapshot, view_request
 from octavo.errors import OctavoError, ProcessKilled, RequestFailed
 from octavo.llm import load_engine
 from octavo.server.engine_process import messages as m
+from octavo.simulation.prediction import find_predictor
 
 logger = logging.getLogger("octavo.server.engine_process.loop")  # the module may be run as __main__
 
@@ -38,7 +39,12 @@ class EngineLoop:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._recorder = Recorder(engine, lambda admitted: self._send(m.Admission(admitted)))
+        predictor = find_predictor(engine)
+        self._recorder = Recorder(
+            engine,
+            lambda admitted: self._send(m.Admission(admitted)),
+            None if predictor is None else predictor.seconds,
+        )
         self._pins: dict[str, m.Pin] = {}  # being computed, by request id
         self._num_commands = 0  # taken in
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -231,6 +237,7 @@ def engine_info(engine: Engine) -> m.EngineInfo:
         device=config.device,
         num_ranks=capacity.num_ranks,
         budget=capacity.budget,
+        predicts_steps=find_predictor(engine) is not None,
     )
 
 

@@ -133,6 +133,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     device: str
     num_ranks: int  # devices that share the model
     budget: MemoryBudget  # of each of them
+    predicts_steps: bool  # whether Counters.predicted_seconds has a meaning
     num_restarts: int = 0  # engine processes before this one
 
     @property

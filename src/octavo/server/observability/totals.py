@@ -104,6 +104,13 @@ class EngineTotals(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         totals = self._client.counters
+        predicted = [
+            (
+                "engine_step_predicted_seconds",
+                "The same as a cost model expects it of this device.",
+                totals.predicted_seconds,
+            )
+        ]
         for name, text, value in (
             ("prefix_cache_queries", "Tokens asked of the prefix cache.", totals.num_lookup_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", totals.num_hit_tokens),
@@ -111,6 +118,7 @@ class EngineTotals(Collector):
             ("computed_tokens", "Tokens computed, again or not.", totals.num_computed_tokens),
             ("engine_steps", "Steps of the engine.", totals.num_steps),
             ("engine_step_seconds", "Time in which the device worked.", totals.step_seconds),
+            *(predicted if self._client.info.predicts_steps else ()),
             ("kv_blocks_copied", "Blocks copied before a write.", totals.num_copied_blocks),
             ("kv_blocks_evicted", "Cached blocks overwritten.", totals.num_evicted_blocks),
             ("kv_blocks_swapped_out", "Blocks swapped out.", totals.num_swapped_out_blocks),

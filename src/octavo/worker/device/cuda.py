@@ -92,6 +92,8 @@ class CudaDevice(Device):
 
     @property
     def name(self) -> str:
+        if not self._is_gpu:
+            return "Triton's interpreter"
         return torch.cuda.get_device_name(self.torch_device)
 
     def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
