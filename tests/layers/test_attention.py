@@ -17,6 +17,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.config import AttentionConfig, NormConfig
 from octavo.ops import LayerSpec, ScoreFunction
 from octavo.ops.communicator import SingleRank
+from octavo.ops.quantized import RoundedInputs, Rounding, round_inputs
 from octavo.parallel import Shard
 
 CONFIG = AttentionConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
@@ -29,6 +30,16 @@ class Recorder:
     def forward(self, layer_id: int, query: Tensor, *arguments: Any) -> Tensor:
         self.given = (query, *arguments)
         return query.flatten(1)
+
+
+class Rounder(Recorder):
+    """One that rounds results for projections that take them so."""
+
+    def rounds(self, layer_id: int, rounding: Rounding) -> bool:
+        return layer_id == 3 and rounding is Rounding.IN_TWO
+
+    def forward_rounded(self, layer_id: int, query: Tensor, *arguments: Any) -> RoundedInputs:
+        return round_inputs(query.flatten(1), arguments[-1])
 
 
 def made(config: AttentionConfig) -> Attention:
@@ -46,6 +57,26 @@ def given_by(layer: Attention, hidden: Tensor) -> tuple[Tensor, tuple[Any, ...]]
     recorder = Recorder()
     layer.forward(hidden, recorder)
     return projected, recorder.given
+
+
+@pytest.mark.parametrize("may_round", [True, False])
+@pytest.mark.parametrize("rounding", [Rounding.IN_TWO, Rounding.SPANS, Rounding.NONE])
+def test_a_backend_rounds_what_the_output_projection_takes_so(
+    monkeypatch: pytest.MonkeyPatch, rounding: Rounding, may_round: bool
+) -> None:
+    layer, hidden = made(CONFIG), torch.randn(5, 24)
+    layer.qkv.finalize()
+    plain = layer.forward(hidden, Recorder())
+    assert isinstance(plain, Tensor)
+    monkeypatch.setattr(layer.output, "part_rounding", lambda num_tokens: rounding)
+    for backend, rounds in ((Recorder(), False), (Rounder(), True)):
+        attended = layer.forward(hidden, backend, may_round=may_round)
+        if rounds and may_round and rounding is Rounding.IN_TWO:
+            assert isinstance(attended, RoundedInputs)
+            assert torch.equal(attended.scales, round_inputs(plain, rounding).scales)
+        else:
+            assert isinstance(attended, Tensor)
+            assert torch.equal(attended, plain)
 
 
 def test_a_norm_over_the_whole_width_is_that_of_olmo_2() -> None:

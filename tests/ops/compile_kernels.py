@@ -65,7 +65,9 @@ def attention() -> None:
     from test_cross_attention import Crossed
 
     from octavo.ops import CascadeSegments, KVScales
+    from octavo.ops.base import RoundingBackend
     from octavo.ops.cuda import attention_decode
+    from octavo.ops.quantized import Rounding
 
     attention_decode._most_collecting = lambda device: 8
     sequences = ((0, 1), (150, 1), (150, 19))
@@ -84,6 +86,15 @@ def attention() -> None:
         bench.run()
         bench.computed = [150, 150, 150]
         bench.step([(0, 1), (1, 1)], [shared])
+    many = replace(plain, num_kv_heads=8)  # whose programs combine all query heads
+    bench = Bench("triton", many)
+    bench.computed = [0, 150, 150]
+    bench.step([(0, 1), (1, 1)])
+    query, key, value = torch.zeros(2, 48, 128, dtype=plain.dtype).split([32, 8, 8], dim=1)
+    assert isinstance(bench.backend, RoundingBackend)
+    for rounding in (Rounding.IN_TWO, Rounding.GROUPS, Rounding.INTEGERS):
+        assert bench.backend.rounds(5, rounding)
+        bench.backend.forward_rounded(5, query, key, value, bench.rotary, None, rounding)
     crossed = Crossed((150, 20), (1, 1), num_kv_heads=8, dtype=torch.bfloat16)
     crossed.run("triton", "cpu")
     replace(crossed, query_lens=(1, 19)).run("triton", "cpu")
@@ -178,7 +189,7 @@ def quantized_projections() -> None:
     from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
-    from octavo.ops.cuda.quantize import round_inputs
+    from octavo.ops.cuda.quantize import empty_inputs, round_inputs
     from octavo.ops.cuda.quantized_tiles import Product, Tiles, candidates
     from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
@@ -215,7 +226,7 @@ def quantized_projections() -> None:
             assert isinstance(choice, Tiles)
             launch(x, stored, out[0], out, epilogue, choice, is_partial=num_tokens == 1)
     few_packed()
-    rounded, scales = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
+    rounded = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
         gated = epilogue.is_gated
@@ -227,23 +238,31 @@ def quantized_projections() -> None:
         for of_weight in (of_blocks, Scales(torch.zeros(128, 1), 1, 0)):
             ring = Ring(4, 16, 4, 150)
             linear_ring(x[:1], blocks.weight, None, epilogue, ring, 132, of_weight)
-        in_float8, factors = round_inputs(x, Rounding.GROUPS)
+        in_float8, factors, _ = round_inputs(x, Rounding.GROUPS)
         product = Product.of(128, blocks, gated, Rounding.GROUPS)
         assert product is not None
         grouped = candidates(product)[0]
         assert isinstance(grouped, Tiles)
         launch(in_float8, blocks, None, out, epilogue, grouped, False, factors)
-        of_rows = scales, torch.zeros(128, 1), 1
-        for given, rounding in (
-            (rounded, Rounding.TOKENS),
-            (round_inputs(x[:5], Rounding.IN_TWO).values, Rounding.IN_TWO),
+        in_two = empty_inputs(5, out.shape[1], Rounding.IN_TWO, out.device, group=64)
+        for given, rounding, results in (
+            (rounded, Rounding.TOKENS, out),
+            (round_inputs(x[:40], Rounding.SPANS), Rounding.TOKENS, out[:40]),
+            (round_inputs(x[:5], Rounding.IN_TWO), Rounding.IN_TWO, out[:5]),
+            (round_inputs(x[:5], Rounding.IN_TWO), Rounding.IN_TWO, in_two),
+            (empty_inputs(5, 1024, Rounding.IN_TWO, x.device, group=64), Rounding.IN_TWO, out[:5]),
         ):
-            shape = 16 if len(given) < 16 else 128, out.shape[1], 4096, 0, 0, False, gated, rounding
+            if gated and given.group == in_two.group:
+                continue
+            num_tokens = next(each for each in (8, 64, 128) if len(given.values) <= each)
+            shape = num_tokens, out.shape[1], 4096, 0, 0, False, gated, rounding
             tiles = candidates(Product(*shape))[0]
             assert isinstance(tiles, linear_table.Tiles)
+            if results is in_two:
+                tiles = replace(tiles, splits=1)
             cuda_linear.launch_dense(
-                *(given, rounded[:, : given.shape[-1]], None, out[: len(given)], epilogue),
-                *(tiles, False, of_rows),
+                *(given, rounded.values[:, : given.values.shape[-1]], None, results, epilogue),
+                *(tiles, False, (torch.zeros(128, 1), 1)),
             )
 
 

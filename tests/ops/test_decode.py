@@ -12,6 +12,7 @@ from octavo.ops.cuda.attention_decode import (
     EMPTY,
     DecodeConfig,
     Scratch,
+    can_round,
     decode_attention,
     decode_config,
 )
@@ -20,6 +21,9 @@ from octavo.ops.cuda.attention_work_items import ITEM_FIELDS as FIELDS
 from octavo.ops.cuda.attention_work_items import Sequences, decode_items
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import tile_alignment
+from octavo.ops.cuda.quantize import empty_inputs, round_inputs
+from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.quantized import Rounding
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -101,6 +105,66 @@ def test_decodes(device: torch.device) -> None:
                     written = paged.slot(row, context - 1)
                     assert torch.equal(written, torch.stack((key[token], value[token]), 1))
                     assert paged.slot(row, context).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rounding", "group"),
+    [(Rounding.IN_TWO, 4), (Rounding.SPANS, 8), (Rounding.GROUPS, 3), (Rounding.INTEGERS, 2)],
+)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_results_are_rounded_as_a_kernel_of_its_own_does(
+    device: torch.device, rounding: Rounding, group: int, is_early: bool
+) -> None:
+    """Of one split and of several, and of padding."""
+    kv_heads, dim, contexts = 2, 128, np.array(LENGTHS[device.type], np.int32)
+    num_seqs = len(contexts)
+    rows = np.arange(num_seqs, dtype=np.int32)
+    seqs = Sequences(rows, rows, contexts, contexts * 0 + 1)
+    # With so many warps, a program combines all heads.
+    config = DecodeConfig(64, power_of_2(4 * group) if is_early else 2, 1, 8, is_early=is_early)
+    assert can_round(rounding, config, group, dim)
+    cached = [max(0, int(context) - 1) for context in contexts]
+    paged = make_paged(cached, max(contexts) + 40, 16, kv_heads, dim, torch.bfloat16, device)
+    fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).bfloat16().to(device)
+    query, key, value = fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
+    items = decode_items(seqs, None, 64, tile_alignment(64, 16), num_splits=4).items
+    assert (items[:, 6] > 1).any()
+    room = scratch(200, kv_heads, group, dim, device)
+    size = kv_heads * group * dim
+    plain = query.new_empty(num_seqs, size)
+    rounded = empty_inputs(num_seqs, size, rounding, device)
+    for output, how in ((plain, Rounding.NONE), (rounded, rounding)):
+        decode_attention(
+            query,
+            key,
+            value,
+            paged.layer_cache,
+            paged.table,
+            torch.from_numpy(items.reshape(-1)).to(device),
+            room,
+            output,
+            HeadChanges(*NO_CHANGES),
+            KernelScores.of(ScoreFunction(dim**-0.5), device),
+            None,
+            config,
+            rounding=how,
+        )
+    wanted = round_inputs(plain, rounding)
+    assert torch.equal(rounded.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(rounded.scales[..., :num_seqs], wanted.scales[..., :num_seqs])
+
+
+def test_what_no_program_has_all_of_is_not_rounded() -> None:
+    many = decode_config(torch.bfloat16, 128, 4, 512)
+    assert can_round(Rounding.IN_TWO, many, 4, 128)
+    assert can_round(Rounding.IN_TWO, decode_config(torch.bfloat16, 64, 8, 512), 8, 64)
+    assert not can_round(Rounding.IN_TWO, many, 7, 128)
+    assert can_round(Rounding.INTEGERS, many, 7, 128)
+    assert not can_round(Rounding.INTEGERS, many, 4, 80)
+    assert not can_round(Rounding.TOKENS, many, 4, 128)
+    few = decode_config(torch.bfloat16, 128, 4, 8)  # of which programs combine a head each
+    assert not can_round(Rounding.IN_TWO, few, 4, 128)
+    assert can_round(Rounding.INTEGERS, few, 4, 128)
 
 
 def test_items_have_the_fields_that_the_kernels_read() -> None:

@@ -113,7 +113,7 @@ def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:
     x = inputs(4, 300, torch.bfloat16, device)
     x[1] *= 1000
     x[2, 7], x[3, 5] = torch.nan, torch.inf
-    rounded, scales = round_inputs(x, Rounding.TOKENS)
+    rounded, scales, _ = round_inputs(x, Rounding.TOKENS)
     values = rounded.float() * scales
     wanted = x[:2].float()
     assert torch.allclose(scales[:2], wanted.abs().amax(dim=1, keepdim=True) / 448)
@@ -560,6 +560,83 @@ def test_inputs_of_few_tokens_are_two_numbers_each(
     assert spoiled.isnan().any(dim=1).sum() == 1
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue.GELU, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("num_tokens", [2, 13])
+def test_tiles_make_two_numbers_of_results_for_the_next_product(
+    hopper: torch.device, num_tokens: int, epilogue: Epilogue
+) -> None:
+    """Of which those of a tile's rows share a scale, whose products are scaled by themselves."""
+    middle, size = 592, 272
+    up, down = (
+        ScaledFloat8.quantize(inputs(*shape, torch.float32, hopper), (1, shape[1]))
+        for shape in ((middle * (2 if epilogue.is_gated else 1), size), (140, middle))
+    )
+    first, second = (make_kernel(form, torch.bfloat16) for form in (up, down))
+    assert first is not None
+    assert second is not None
+    x = inputs(num_tokens, size, torch.bfloat16, hopper)
+    x[1] *= 1e-9
+    bias = inputs(1, up.shape[0], torch.bfloat16, hopper)[0] * 1e-3
+    rounding = second.part_rounding(num_tokens)
+    assert rounding is Rounding.IN_TWO
+    assert first.rounds_results(num_tokens, epilogue, rounding)
+    given = round_inputs(x, rounding)
+    plain = first.apply_rounded(given, bias, epilogue)
+    rounded = first.apply_and_round(given, bias, epilogue, rounding)
+    assert rounded.group == 64
+    assert rounded.values.shape == (num_tokens, 2, middle)
+    scales = rounded.scales[:, :num_tokens].t().repeat_interleave(64, dim=1)[:, :middle]
+    assert relative(rounded.values.float().sum(dim=1) * scales, plain) < 1e-4
+    exact = plain.double() @ down.dequantize().double().t()
+    parts = second.apply_rounded_partial(rounded, None)
+    assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, exact) < TOLERANCE
+    assert relative(second.apply_rounded(rounded, None, Epilogue.NONE), exact) < TOLERANCE
+    x[1, 200] = torch.inf
+    rounded = first.apply_and_round(round_inputs(x, rounding), None, epilogue, rounding)
+    spoiled = second.apply_rounded(rounded, None, Epilogue.NONE)
+    assert spoiled[1].isnan().all()
+    assert spoiled.isnan().any(dim=1).sum() == 1
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64])
+@pytest.mark.parametrize("size", [272, 1360])
+def test_what_knows_parts_of_tokens_rounds_512_inputs_at_once(
+    hopper: torch.device, num_tokens: int, size: int
+) -> None:
+    dense = torch.randn(144, size, device=hopper)
+    form = ScaledFloat8.quantize(dense, (1, size), quantizes_inputs=True)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    assert kernel.rounding(num_tokens) is Rounding.TOKENS
+    rounding = kernel.part_rounding(num_tokens)
+    assert rounding is Rounding.SPANS
+    assert not kernel.rounds_results(num_tokens, Epilogue.NONE, rounding)
+    x, bias = inputs(num_tokens, size, torch.bfloat16, hopper), dense[:, 0].bfloat16()
+    x[:, :512] *= 1000  # which would leave others no bits if a token had one scale
+    rounded = round_inputs(x, rounding)
+    scales = rounded.scales[:, :num_tokens].t().repeat_interleave(512, dim=1)[:, :size]
+    y = (rounded.values.float() * scales) @ form.dequantize().t() + bias.float()
+    assert relative(kernel.apply_rounded(rounded, bias, Epilogue.NONE), y) < TOLERANCE
+    parts = kernel.apply_rounded_partial(rounded, bias)
+    assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
+
+
+def test_which_inputs_are_rounded_in_parts() -> None:
+    few, many = 16, 65
+    dense = torch.randn(256, 512)
+    for form, of_few, of_many in (
+        (ScaledFloat8.quantize(dense, (1, 512), True), Rounding.IN_TWO, Rounding.NONE),
+        (ScaledFloat8.quantize(dense, (128, 128), True), Rounding.NONE, Rounding.GROUPS),
+        (GroupedInt.quantize(dense, 4, 128), Rounding.INTEGERS, Rounding.NONE),
+    ):
+        stored = StoredWeight.of(form)
+        assert stored is not None
+        kernel = linear_quantized.QuantizedCudaLinear(stored, None, torch.bfloat16)
+        assert kernel.part_rounding(few) is of_few
+        assert kernel.part_rounding(many) is of_many
+        assert kernel.rounds_results(few, Epilogue.NONE, of_few) is (of_few is Rounding.IN_TWO)
+
+
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
 @pytest.mark.parametrize("num_tokens", [40, 65, 150, 700])
 def test_inputs_are_rounded_if_the_model_was_made_for_it(
@@ -572,7 +649,7 @@ def test_inputs_are_rounded_if_the_model_was_made_for_it(
     kernel = make_kernel(form, torch.bfloat16)
     assert kernel is not None
     x, bias = inputs(num_tokens, 512, torch.bfloat16, hopper), dense[:, 0].bfloat16()
-    rounded, scales = round_inputs(x, Rounding.TOKENS)
+    rounded, scales, _ = round_inputs(x, Rounding.TOKENS)
     y = (rounded.float() * scales) @ form.dequantize().t() + bias.float()
     assert relative(kernel.apply(x, bias, epilogue), apply_epilogue(y, epilogue)) < TOLERANCE
     parts = kernel.apply_partial(x, bias)
@@ -590,7 +667,7 @@ def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     assert kernel is not None
     x, bias = inputs(num_tokens, 1152, torch.bfloat16, hopper), dense[:, 0].bfloat16()
     x[:, :128] *= 1000  # which would leave others no bits if a token had one scale
-    rounded, padded = round_inputs(x, Rounding.GROUPS)
+    rounded, padded, _ = round_inputs(x, Rounding.GROUPS)
     scales = padded[:, :num_tokens].t()
     groups = x.float().view(num_tokens, -1, 128)
     assert torch.allclose(scales, groups.abs().amax(dim=-1) / 448)
@@ -644,12 +721,13 @@ def test_a_norm_rounds_for_projections_that_would_round_its_result(
     scale = inputs(1, 256, torch.bfloat16, hopper)[0]
     norm.weight = torch.nn.Parameter(scale, requires_grad=False)
     few = Rounding.IN_TWO if rounding is Rounding.TOKENS else Rounding.NONE
-    roundings = (few, rounding)  # of 20 tokens, and of 40
+    roundings = (few, rounding)  # of 16 tokens, and of 40
     if rounding is Rounding.INTEGERS:
         roundings = (rounding, Rounding.NONE)
-    for num_tokens, expected in zip((20, 40), roundings, strict=True):
+    for num_tokens, expected in zip((16, 40), roundings, strict=True):
         assert mlp.entry.rounding(num_tokens) is expected
-        sizes_in_mlp = [] if expected is Rounding.NONE else [384]
+        # Two numbers for the second projection are made by the tiles of the first one.
+        sizes_in_mlp = [] if expected in (Rounding.NONE, Rounding.IN_TWO) else [384]
         x, residual = inputs(2 * num_tokens, 256, torch.bfloat16, hopper).view(2, -1, 256)
         normed, total = norm.forward(x, residual.clone())
         wanted = mlp.forward(normed)
@@ -667,16 +745,17 @@ def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
     operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64)
     constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
     constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
-    constants |= {"HAS_SCALES": False, "IN_TWO": False, "SPAN": 1}
-    sizes = (5, 100, 256, 2, 0, 1)
+    constants |= {"HAS_SCALES": False, "NUMBERS": 1, "GROUP": 0, "ROUNDS": False}
+    sizes = (5, 100, 256, 2, 0, 0, 1)
     run(
         linear_kernel,
         (1, 2, 2),
         *operands,
-        out,
-        out,
+        None,
+        None,
         bias,
         out,
+        None,
         sums,
         arrivals,
         *sizes,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,9 @@ from octavo.layers.config import (
 from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
+from octavo.ops.base import RoundingBackend
 from octavo.ops.communicator import Communicator
-from octavo.ops.linear import LinearInput
+from octavo.ops.linear import LinearInput, MaybeRounded
 from octavo.parallel import Shard
 
 
@@ -160,10 +163,14 @@ class Attention(nn.Module):
         """See InputReader.entry."""
         return self.qkv
 
-    def forward(self, hidden: LinearInput, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, hidden: LinearInput, backend: AttentionBackend, may_round: bool = True
+    ) -> MaybeRounded:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
 
         The backend normalises heads and rotates query and key, and writes K and V to the cache.
+
+        may_round: whether the result may be rounded, as `output` takes it.
         """
         spec = self.spec
         projected = self.qkv.project(hidden)
@@ -177,7 +184,13 @@ class Attention(nn.Module):
             query, key = self._normalise_together(*self._sharded_norms, query, key)
         if self._query_scale is not None:  # before the rotation, which is linear
             query = query * self._query_scale.factors.to(query.dtype)
-        return backend.forward(spec.layer_id, query, key, value, self.rotary, self.head_norms)
+        arguments = spec.layer_id, query, key, value, self.rotary, self.head_norms
+        if may_round and _may_round(type(backend)):
+            rounder = cast(RoundingBackend, backend)
+            rounding = self.output.part_rounding(len(query))
+            if rounder.rounds(spec.layer_id, rounding):
+                return rounder.forward_rounded(*arguments, rounding)
+        return backend.forward(*arguments)
 
     def _normalise_together(
         self, query_norm: ShardedRMSNorm, key_norm: ShardedRMSNorm, query: Tensor, key: Tensor
@@ -236,6 +249,12 @@ class CrossAttention(nn.Module):
         heads = self.key_value.forward(encoded).view(len(encoded), -1, spec.head_dim)
         key, value = torch.split(heads, spec.num_kv_heads, dim=1)
         backend.write_encoded(spec.layer_id, key, value)
+
+
+@cache
+def _may_round(backend: type) -> bool:
+    """Kept, because such a check is slow."""
+    return issubclass(backend, RoundingBackend)
 
 
 def _normalise(norm: Norm, heads: Tensor) -> Tensor:

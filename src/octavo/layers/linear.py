@@ -20,6 +20,7 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import (
     LinearInput,
     LinearKernel,
+    MaybeRounded,
     NormingKernel,
     RoundingKernel,
     make_linear_kernel,
@@ -66,8 +67,13 @@ class LinearMethod(WeightOwner):
         """
         return Rounding.NONE
 
+    def part_rounding(self, num_tokens: int) -> Rounding:
+        """The same for what computes parts of tokens, before the others are known; NONE: it is not
+        to round them."""
+        return Rounding.NONE
+
     def forward_rounded(self, x: RoundedInputs, epilogue: Epilogue) -> Tensor:
-        """As `forward`, of inputs that are rounded in the way that `rounding` says."""
+        """As `forward`, of inputs that are rounded as `rounding` or `part_rounding` says."""
         raise NotImplementedError
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
@@ -89,10 +95,17 @@ class LinearMethod(WeightOwner):
             return self.forward_normed(x, epilogue)
         return self.forward(x, epilogue)
 
-    def forward_partial(self, x: Tensor) -> Tensor:
+    def project_for(
+        self, reader: LinearMethod, x: LinearInput, epilogue: Epilogue = Epilogue.NONE
+    ) -> MaybeRounded:
+        """`project`, with the result in the form that `reader` takes."""
+        return self.project(x, epilogue)
+
+    def forward_partial(self, x: MaybeRounded) -> Tensor:
         """y, or float32 partial sums [num_splits, num_tokens, out_features], on GPUs.
 
-        For a norm that follows and adds them up (Norm.forward).
+        For a norm that follows and adds them up (Norm.forward). x may be rounded, as for
+        `forward_rounded`.
         """
         raise NotImplementedError
 
@@ -134,8 +147,9 @@ class Projection(LinearMethod):
         """See LinearMethod.forward."""
         return self._kernel.apply(x, self.bias, epilogue)
 
-    def forward_partial(self, x: Tensor) -> Tensor:
+    def forward_partial(self, x: MaybeRounded) -> Tensor:
         """See LinearMethod.forward_partial."""
+        assert isinstance(x, Tensor), "nothing is rounded for it"
         return self._kernel.apply_partial(x, self.bias)
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
@@ -230,10 +244,34 @@ class QuantizedLinear(Projection):
         kernel = self._rounding_kernel
         return Rounding.NONE if kernel is None else kernel.rounding(num_tokens)
 
+    def part_rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.part_rounding."""
+        kernel = self._rounding_kernel
+        return Rounding.NONE if kernel is None else kernel.part_rounding(num_tokens)
+
     def forward_rounded(self, x: RoundedInputs, epilogue: Epilogue) -> Tensor:
         """See LinearMethod.forward_rounded."""
         assert self._rounding_kernel is not None
         return self._rounding_kernel.apply_rounded(x, self.bias, epilogue)
+
+    def project_for(
+        self, reader: LinearMethod, x: LinearInput, epilogue: Epilogue = Epilogue.NONE
+    ) -> MaybeRounded:
+        """See LinearMethod.project_for."""
+        kernel = self._rounding_kernel
+        if kernel is not None and not isinstance(x, DeferredNorm):
+            num_tokens = len(x.values if isinstance(x, RoundedInputs) else x)
+            rounding = reader.part_rounding(num_tokens)
+            if kernel.rounds_results(num_tokens, epilogue, rounding):
+                return kernel.apply_and_round(x, self.bias, epilogue, rounding)
+        return self.project(x, epilogue)
+
+    def forward_partial(self, x: MaybeRounded) -> Tensor:
+        """See LinearMethod.forward_partial."""
+        if isinstance(x, Tensor):
+            return super().forward_partial(x)
+        assert self._rounding_kernel is not None
+        return self._rounding_kernel.apply_rounded_partial(x, self.bias)
 
 
 def joined_form(slots: Sequence[WeightSlot]) -> QuantizedWeight | None:

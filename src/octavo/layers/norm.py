@@ -110,7 +110,7 @@ class Norm(WeightOwner):
         if rounding is Rounding.NONE:
             return self.forward(hidden, residual)
         (values, scales), residual = self._normalise(hidden, residual, rounding=rounding)
-        return RoundedInputs(values, scales), residual
+        return RoundedInputs(values, scales, rounding.group), residual
 
     def forward_twice(
         self, hidden: Branches, residual: Tensor | None, twin: Norm

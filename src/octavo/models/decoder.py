@@ -27,6 +27,7 @@ from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription, N
 from octavo.ops import AttentionBackend, RotaryTable
 from octavo.ops.bidirectional import BidirectionalAttention, TorchBidirectional
 from octavo.ops.communicator import Communicator, Reduction, ReductionSite
+from octavo.ops.linear import MaybeRounded
 
 
 class LayerContext(NamedTuple):
@@ -103,8 +104,8 @@ class DecoderLayer(nn.Module):
         return self.attention
 
     def _read_encoder(
-        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+        self, attended: MaybeRounded, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[MaybeRounded, Tensor]:
         """Cross-attention, in layers that have it.
 
         Args:
@@ -138,9 +139,10 @@ class PreNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         normed, residual = self.attention_norm.forward_for(self.attention, hidden, residual)
-        attended = self.attention.forward(normed, backend)
+        attended = self.attention.forward(normed, backend, may_round=indices is None)
         attended, residual = self._read_encoder(attended, residual, backend)
         if indices is not None:
+            assert isinstance(attended, Tensor)
             attended, residual = attended[indices], residual[indices]
         branch = self.last_attention.output.forward_partial(attended)
         normed, residual = self.mlp_norm.forward_for(self.mlp, branch, residual)
@@ -176,8 +178,9 @@ class BranchNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
         assert isinstance(hidden, Tensor)
-        attended = self.attention.forward(hidden, backend)
+        attended = self.attention.forward(hidden, backend, may_round=indices is None)
         if indices is not None:
+            assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
         branch = self.attention.output.forward_partial(attended)
         hidden = self.attention_norm.add_normed(branch, hidden)
@@ -205,9 +208,10 @@ class PostNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
         assert isinstance(hidden, Tensor)
-        attended = self.attention.forward(hidden, backend)
+        attended = self.attention.forward(hidden, backend, may_round=indices is None)
         attended, hidden = self._read_encoder(attended, hidden, backend)
         if indices is not None:
+            assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
         branch = self.last_attention.output.forward_partial(attended)
         hidden, _ = self.norm_of_last_attention.forward(branch, hidden)
@@ -242,8 +246,9 @@ class ParallelLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         hidden, mlp_hidden, residual = self._normalise(hidden, residual)
-        attended = self.attention.forward(hidden, backend)
+        attended = self.attention.forward(hidden, backend, may_round=indices is None)
         if indices is not None:
+            assert isinstance(attended, Tensor)
             attended, mlp_hidden = attended[indices], mlp_hidden[indices]
             residual = residual[indices]
         branch = self.attention.output.forward_partial(attended)
@@ -295,8 +300,8 @@ class PreNormCrossLayer(CrossLayer, PreNormLayer):
     cross_sites = ReductionSite.ATTENTION, ReductionSite.CROSS_ATTENTION
 
     def _read_encoder(
-        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+        self, attended: MaybeRounded, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[MaybeRounded, Tensor]:
         branch = self.attention.output.forward_partial(attended)
         normed, residual = self.cross_norm.forward_for(self.cross_attention, branch, residual)
         return self.cross_attention.forward(normed, backend), residual
@@ -308,8 +313,8 @@ class PostNormCrossLayer(CrossLayer, PostNormLayer):
     cross_sites = ReductionSite.CROSS_ATTENTION, ReductionSite.MLP
 
     def _read_encoder(
-        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+        self, attended: MaybeRounded, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[MaybeRounded, Tensor]:
         branch = self.attention.output.forward_partial(attended)
         hidden, _ = self.attention_norm.forward(branch, residual)
         return self.cross_attention.forward(hidden, backend), hidden

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from octavo.ops.quantized import RoundedInputs, Rounding
 
 # Among the score_features of a backend that has it:
 CROSS_ATTENTION = "cross_attention"
@@ -418,3 +420,25 @@ class AttentionBackend(Protocol):
     def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
         """Attend to the encoder inputs of the planned step's sequences; query and result as in
         `forward`. Nothing is written."""
+
+
+@runtime_checkable
+class RoundingBackend(Protocol):
+    """What an AttentionBackend has, too, that can round results for the projection after it."""
+
+    def rounds(self, layer_id: int, rounding: Rounding) -> bool:
+        """Whether `forward_rounded` is to compute the planned step, whose results are to be rounded
+        so."""
+
+    def forward_rounded(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None,
+        rounding: Rounding,
+    ) -> RoundedInputs:
+        """As AttentionBackend.forward, with the results rounded: exactly what rounding them in the
+        model's dtype gives."""

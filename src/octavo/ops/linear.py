@@ -28,6 +28,8 @@ from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import QuantizedWeight, RoundedInputs, Rounding
 
 LinearInput = Tensor | RoundedInputs | DeferredNorm
+# What attention computes for its output projection, or one projection for another.
+MaybeRounded = Tensor | RoundedInputs
 
 
 class LinearKernel(Protocol):
@@ -53,8 +55,23 @@ class RoundingKernel(LinearKernel, Protocol):
     def rounding(self, num_tokens: int) -> Rounding:
         """How inputs of so many tokens are rounded."""
 
+    def part_rounding(self, num_tokens: int) -> Rounding:
+        """How what computes parts of so many tokens may round them, before the others are known;
+        NONE: it may not."""
+
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """As `apply`, of inputs that are rounded in the way that `rounding` says."""
+        """As `apply`, of inputs that are rounded as `rounding` or `part_rounding` says."""
+
+    def apply_rounded_partial(self, x: RoundedInputs, bias: Tensor | None) -> Tensor:
+        """As `apply_partial`, of inputs as in `apply_rounded`."""
+
+    def rounds_results(self, num_tokens: int, epilogue: Epilogue, rounding: Rounding) -> bool:
+        """Whether `apply_and_round` is to compute what another product takes rounded so."""
+
+    def apply_and_round(
+        self, x: MaybeRounded, bias: Tensor | None, epilogue: Epilogue, rounding: Rounding
+    ) -> RoundedInputs:
+        """As `apply` or `apply_rounded`, with the results rounded."""
 
 
 @runtime_checkable

@@ -82,7 +82,7 @@ def norm(
 
 def rounded_results(results: list[Tensor], rounding: Rounding) -> list[Tensor]:
     """What `norm` returns where it would return `results` without rounding."""
-    return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)]
+    return results if rounding is Rounding.NONE else [*round_inputs(results[0], rounding)[:2]]
 
 
 def _norm(x: Tensor, affine: Affine, eps: float, is_rms: bool) -> Tensor:

@@ -51,6 +51,7 @@ class Rounding(IntEnum):
     # Two integers of 8 bits for each input, 256 high + low, with a scale for each group of 128, in
     # the order in which products with packed integers of 4 bits take them
     INTEGERS = 4
+    SPANS = 5  # a scale for each group of 512 inputs of a token
 
     @property
     def group(self) -> int:
@@ -60,7 +61,12 @@ class Rounding(IntEnum):
 
 # Tensor cores add up 512 products of e4m3 numbers, before their sums are scaled and added in
 # float32.
-_GROUPS = {Rounding.GROUPS: 128, Rounding.IN_TWO: 512, Rounding.INTEGERS: 128}
+_GROUPS = {
+    Rounding.GROUPS: 128,
+    Rounding.IN_TWO: 512,
+    Rounding.INTEGERS: 128,
+    Rounding.SPANS: 512,
+}
 LARGEST_INTEGER = 127 * 256 + 127
 
 
@@ -72,6 +78,9 @@ class RoundedInputs(NamedTuple):
     # behind the last token are of no meaning. With INTEGERS [num_groups, 2, at least num_tokens]:
     # scales, and sums of the inputs that the integers stand for
     scales: Tensor
+    # How many inputs of a token share a scale; 0: all. What computes parts of tokens may have
+    # smaller groups than its Rounding, which are a multiple of them.
+    group: int
 
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
@@ -92,7 +101,7 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
         values = grouped / scales.unsqueeze(-1)
     values = values.to(torch.float8_e4m3fn).flatten(-2)[..., :size]
     scales = scales.t() if rounding.group else scales
-    return RoundedInputs(values.contiguous(), scales.contiguous())
+    return RoundedInputs(values.contiguous(), scales.contiguous(), rounding.group)
 
 
 def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +132,7 @@ def _integers(grouped: Tensor, top: Tensor) -> RoundedInputs:
     values = ordered.permute(0, 1, 2, 7, 3, 5, 6, 8, 4).reshape(num_tokens, 2, num_groups * group)
     scales = largest / LARGEST_INTEGER
     scales = torch.stack((scales, rounded.sum(dim=-1) * scales), dim=-1)
-    return RoundedInputs(values, scales.permute(1, 2, 0).contiguous())
+    return RoundedInputs(values, scales.permute(1, 2, 0).contiguous(), group)
 
 
 class FormError(ValueError):

@@ -36,6 +36,7 @@ from octavo.ops.cuda.attention_decode import (
     MAX_PROGRAMS,
     DecodeConfig,
     Scratch,
+    can_round,
     decode_attention,
     decode_config,
 )
@@ -55,7 +56,9 @@ from octavo.ops.cuda.attention_work_items import (
 )
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
+from octavo.ops.cuda.quantize import empty_inputs
 from octavo.ops.cuda.tile_sizes import shared_memory
+from octavo.ops.quantized import RoundedInputs, Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +303,53 @@ class TritonBackend:
         rotary: RotaryTable | None = None,
         head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
+        output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+        self._attend(layer_id, query, key, value, _changes(rotary, head_norms), output)
+        return output
+
+    def rounds(self, layer_id: int, rounding: Rounding) -> bool:
+        """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
+        share a scale."""
+        shape = self._layers[layer_id].shape
+        if rounding is Rounding.NONE or shape not in self._decodes or shape in self._prefills:
+            return False
+        return can_round(rounding, self._decodes[shape][1], shape.group, shape.head_dim)
+
+    def forward_rounded(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None,
+        rounding: Rounding,
+    ) -> RoundedInputs:
+        size = query.shape[1] * query.shape[2]
+        output = empty_inputs(len(query), size, rounding, query.device)
+        changes = _changes(rotary, head_norms)
+        self._attend(layer_id, query, key, value, changes, output, rounding)
+        return output
+
+    def _attend(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        changes: HeadChanges,
+        output: Tensor | RoundedInputs,
+        rounding: Rounding = Rounding.NONE,
+    ) -> None:
+        """Write keys and values, attend, and write the results.
+
+        output: with a rounding, for results that are rounded so.
+        """
         layer = self._layers[layer_id]
         spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
         _check(self._dtype, query, key, value)
         if key.stride(0) != value.stride(0):  # the kernels have one stride for both
             key, value = key.contiguous(), value.contiguous()
-        changes = _changes(rotary, head_norms)
-        output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._cascades:
             work = self._cascades[shape]
             cascade_attention(
@@ -337,9 +380,11 @@ class TritonBackend:
                 spec.window,
                 decode,
                 spec.kv_scales,
+                rounding,
             )
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
+            assert isinstance(output, Tensor)
             query = write_kv(query, key, value, self._tokens, table, cache, changes, spec.kv_scales)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
@@ -353,7 +398,6 @@ class TritonBackend:
                 prefill,
                 kv_scales=spec.kv_scales,
             )
-        return output
 
     def plan_encoded(self, inputs: EncodedInputs) -> None:
         tokens = np.empty((len(inputs.positions), 2), np.int32)

@@ -116,8 +116,10 @@ from octavo.ops.cuda.pdl import (
     not_before,
     wait_previous,
 )
+from octavo.ops.cuda.quantize import store_rounded
 from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
+from octavo.ops.quantized import RoundedInputs, Rounding
 
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
 _MOST_COMBINED = 64  # splits of a sequence that is not long
@@ -273,7 +275,6 @@ def _announced(x):
 
 @triton.jit
 def _collect(
-    output,
     means,
     sizes,
     num_splits,
@@ -285,12 +286,11 @@ def _collect(
     PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Wait for the results of all splits for some heads of one sequence, combine them in the order
-    of the splits, and leave their places EMPTY.
+    """Wait for the results of all splits for some heads of one sequence, and leave their places
+    EMPTY. Returns them, combined in the order of the splits: float32 [COLUMNS // PIECE, PIECE].
 
-    output, means, sizes: of the first head and split; heads lie one behind the other. A thread
-    loads its piece of all splits at once, and exchanges nothing with others but whether all is
-    there.
+    means, sizes: of the first head and split; heads lie one behind the other. A thread loads its
+    piece of all splits at once, and exchanges nothing with others but whether all is there.
     """
     piece = tl.arange(0, COLUMNS // PIECE)
     column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
@@ -326,8 +326,7 @@ def _collect(
         begins = piece * PIECE % HEAD_DIM == 0
         tl.store(of_split, EMPTY, mask=there & begins[:, None])
     total = tl.where(inside, total, 1.0)
-    out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
-    tl.store(output + column, out, mask=inside[:, None])
+    return unscaled(acc / total[:, None], value_scale)
 
 
 @triton.jit
@@ -431,7 +430,7 @@ def _attend(
     return new_top, total, acc, upper
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "scale_stride"])
 def _decode_kernel(
     query,
     key,
@@ -442,6 +441,7 @@ def _decode_kernel(
     means,
     sizes,
     output,
+    output_scales,
     cos,
     sin,
     query_weight,
@@ -452,6 +452,7 @@ def _decode_kernel(
     kv_stride,
     table_stride,
     block_stride,
+    scale_stride,
     scale,  # these five: KernelScores
     cap,
     slopes,
@@ -484,10 +485,13 @@ def _decode_kernel(
     EARLY: tl.constexpr,
     FETCHED: tl.constexpr,
     FIELDS: tl.constexpr,
+    ROUNDED_GROUP: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
-    ended. FETCHED: so many blocks of keys are fetched to the L2 cache until then."""
+    ended. FETCHED: so many blocks of keys are fetched to the L2 cache until then. ROUNDING: output
+    and output_scales are RoundedInputs, with a scale for each ROUNDED_GROUP results."""
     allow_next(PDL)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
@@ -577,7 +581,7 @@ def _decode_kernel(
                 HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             slot = new_block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
-            # Attended to as it is cached: the result is that of any later query.
+            # MaybeRounded to as it is cached: the result is that of any later query.
             new_key = stored(new_key, key_inverse)
             new_value = stored(v_new, value_inverse)
             places = tl.zeros_like(row)[:, None] + dim[None, :]
@@ -628,11 +632,21 @@ def _decode_kernel(
         if PAIRED:
             acc = tl.interleave(acc, upper)
 
-        output += token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+        DTYPE: tl.constexpr = query.dtype.element_ty
+        start = head * (GROUP * HEAD_DIM)
+        of_head = output + token.to(tl.int64) * SIZE + start
         if num_splits <= 1:
             total = tl.where(total == 0.0, 1.0, total)  # padding
-            out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
-            tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
+            out = unscaled(acc / total[:, None], value_scale).to(DTYPE)
+            if ROUNDING:
+                store_rounded(
+                    tl.reshape(out.to(tl.float32), [ROWS * DIM_PAD]), output, output_scales,
+                    scale_stride, token.to(tl.int64), start, start + GROUP * HEAD_DIM, SIZE,
+                    ROUNDED_GROUP, ROUNDING,
+                )  # fmt: skip
+            else:
+                tl.store(of_head + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
         else:
             place = (first_place * NUM_KV_HEADS + head) * GROUP
             mine = place + split * (NUM_KV_HEADS * GROUP) + row
@@ -641,21 +655,34 @@ def _decode_kernel(
             part = split - (num_splits - num_collecting)
             if part >= 0:
                 tl.debug_barrier()  # its own results are on their way before it waits for any
+                piece = tl.arange(0, COLUMNS // PIECE)
+                column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
                 while part * HEADS < GROUP:
                     first_head = place + part * HEADS
-                    _collect(
-                        output + part * (HEADS * HEAD_DIM),
+                    num_heads = tl.minimum(GROUP - part * HEADS, HEADS)
+                    collected = _collect(
                         means + first_head.to(tl.int64) * HEAD_DIM,
                         sizes + first_head,
                         num_splits,
                         value_scale,
-                        tl.minimum(GROUP - part * HEADS, HEADS),
+                        num_heads,
                         NUM_KV_HEADS * GROUP,
                         HEAD_DIM,
                         COLUMNS,
                         PIECE,
                         CHUNK,
-                    )
+                    ).to(DTYPE)
+                    first_column = start + part * (HEADS * HEAD_DIM)
+                    if ROUNDING:
+                        store_rounded(
+                            tl.reshape(collected.to(tl.float32), [COLUMNS]), output, output_scales,
+                            scale_stride, token.to(tl.int64), first_column,
+                            first_column + num_heads * HEAD_DIM, SIZE, ROUNDED_GROUP, ROUNDING,
+                        )  # fmt: skip
+                    else:
+                        in_part = (piece * PIECE < num_heads * HEAD_DIM)[:, None]
+                        target = of_head + part * (HEADS * HEAD_DIM)
+                        tl.store(target + column, collected, mask=in_part)
                     part += num_collecting
 
 
@@ -669,6 +696,15 @@ def _most_collecting(device: torch.device) -> int:
     return _MOST_COLLECTING if has_room else 1
 
 
+def can_round(rounding: Rounding, config: DecodeConfig, group: int, head_dim: int) -> bool:
+    """Whether `decode_attention` rounds results so: whether each program that has results of some
+    heads has all that share a scale."""
+    size = rounding.group
+    if size == 0 or head_dim != max(16, power_of_2(head_dim)) or group * head_dim % size:
+        return False
+    return config.collecting(group, head_dim).heads * head_dim % size == 0
+
+
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -677,12 +713,13 @@ def decode_attention(
     table: Tensor,
     items: Tensor,
     scratch: Scratch,
-    output: Tensor,
+    output: Tensor | RoundedInputs,
     changes: HeadChanges,
     scores: KernelScores,
     window: int | None,
     config: DecodeConfig,
     kv_scales: KVScales | None = None,
+    rounding: Rounding = Rounding.NONE,
 ) -> None:
     """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
 
@@ -696,7 +733,9 @@ def decode_attention(
             -1: padding, or a query that reads cached keys alone, without key and value of its own.
             The keys are the cached ones, before the position; the first is a multiple of
             `tile_alignment(config.tile, block_size)`.
-        output: [num_tokens, num_heads * head_dim], dense.
+        output: [num_tokens, num_heads * head_dim], dense; with a rounding as `empty_inputs` makes
+            it (quantize.py).
+        rounding: of the results, if `can_round`; exactly what rounding them in query's dtype gives.
         kv_scales: if the cache is e4m3.
     """
     num_heads, head_dim = query.shape[1:]
@@ -715,12 +754,13 @@ def decode_attention(
         items,
         scratch.means,
         scratch.sizes,
-        output,
+        *((output, None) if isinstance(output, Tensor) else output[:2]),
         *changes.arguments(query),
         query.stride(0),
         key.stride(0),
         table.stride(0),
         layer_cache.stride(0),
+        0 if isinstance(output, Tensor) else output.scales.stride(0),
         scores.scale,
         scores.cap,
         scores.slopes,
@@ -751,6 +791,8 @@ def decode_attention(
         EARLY=config.is_early,
         FETCHED=power_of_2(-(-config.fetched // block_size)) if config.fetched else 0,
         FIELDS=ITEM_FIELDS,
+        ROUNDED_GROUP=rounding.group,
+        ROUNDING=int(rounding),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),

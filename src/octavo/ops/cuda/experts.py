@@ -173,7 +173,8 @@ def launch_on_hopper(
     down_steps = triton.cdiv(down.size, BLOCK)
     inner = up.values.new_empty((num_tokens * top_k, 2, down_steps * BLOCK))
     grouped_kernel[(min(down_steps * num_blocks, num_sms(out.device)),)](
-        *x,
+        x.values,
+        x.scales,
         x.scales.stride(0),
         inner,
         up.scales.new_empty((num_blocks, down_steps, tokens)),

@@ -26,7 +26,7 @@ from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
-from octavo.ops.quantized import Rounding
+from octavo.ops.quantized import RoundedInputs
 
 # Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
 # their sum does (benchmarks/logits_error.py).
@@ -206,51 +206,59 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def launch_dense(
-    x: Tensor,
+    x: Tensor | RoundedInputs,
     weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | RoundedInputs,
     epilogue: Epilogue,
     tiles: Tiles,
     is_partial: bool,
-    scales: tuple[Tensor, Tensor, int] | None = None,
+    scales: tuple[Tensor, int] | None = None,
 ) -> None:
     """Run linear_hopper's kernel.
 
-    x: [num_tokens, size], or [num_tokens, 2, size] in two float8 numbers each.
-    scales: of float8 x and W: float32 as RoundedInputs has them, and float32 per so many rows of W.
+    x: [num_tokens, size], or in float8, in one number each or in two.
+    out: may take two float8 numbers each, with a scale for the rows of each tile, if there are no
+        splits.
+    scales: of W in float8, float32 per so many rows.
     """
     from octavo.ops.cuda.linear_hopper import linear_kernel
 
-    num_tokens, size, num_rows = len(x), x.shape[-1], out.shape[-1]
-    x_rows, is_in_two = tiles.tokens, x.dim() == 3
-    if is_in_two:
-        x, x_rows = x.view(-1, size), 2 * x_rows
+    given, x_scales, group = x if isinstance(x, RoundedInputs) else (x, None, 0)
+    results, out_scales, rows = out if isinstance(out, RoundedInputs) else (out, None, tiles.rows)
+    num_tokens, size, num_rows = len(given), given.shape[-1], results.shape[-1]
+    numbers = 1
+    if given.dim() == 3:
+        given, numbers = given.view(-1, size), 2
     grid = (
         triton.cdiv(num_tokens, tiles.tokens),
         triton.cdiv(num_rows, tiles.rows),
         tiles.splits,
     )
     reduces = tiles.splits > 1 and not is_partial
-    sums, arrivals = _workspace(x.device)
+    assert out_scales is None or (tiles.splits == 1 and rows == tiles.rows)
+    assert not epilogue.is_gated or group % tiles.columns == 0
+    sums, arrivals = _workspace(given.device)
     width = tiles.tokens * tiles.rows * (2 if epilogue.is_gated else 1)
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
-    x_scales, row_scales, block_rows = scales or (out, out, 1)
+    row_scales, block_rows = scales or (None, 1)
     linear_kernel[grid](
-        _descriptor(x, x_rows, tiles.columns),
+        _descriptor(given, numbers * tiles.tokens, tiles.columns),
         _descriptor(weight, tiles.rows, tiles.columns),
         x_scales,
         row_scales,
         bias,
-        out,
+        results,
+        out_scales,
         sums,
         arrivals,
         num_tokens,
         num_rows,
         size,
         tiles.splits,
-        x_scales.stride(0),
+        0 if x_scales is None else x_scales.stride(0),
+        0 if out_scales is None else out_scales.stride(0),
         block_rows,
         STAGES=tiles.stages,
         SPLITS=tiles.splits if reduces else 1,
@@ -260,12 +268,13 @@ def launch_dense(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         HAS_SCALES=scales is not None,
-        IN_TWO=is_in_two,
-        SPAN=max(1, Rounding.IN_TWO.group // tiles.columns),
+        NUMBERS=numbers,
+        GROUP=group,
+        ROUNDS=out_scales is not None,
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
-        **launch_options(x.device),
+        **launch_options(given.device),
     )
 
 

@@ -39,6 +39,7 @@ from octavo.ops.cuda.epilogues import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
 )
+from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -158,12 +159,66 @@ def _consume(
 
 
 @gluon.jit
-def _consume_in_two(
+def _scales_of_parts(source, stride, first, num_groups, PARTS: gl.constexpr):
+    """Those of PARTS groups, from the `first` on; in place of those that there are not, any."""
+    scales = ()
+    for part in gl.static_range(PARTS):
+        group = gl.minimum(first + part, num_groups - 1)
+        scales += (gl.load(source + group * stride),)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
+def _consume_parts(
+    buffers,
+    count,
+    x_scales,
+    LAYOUT: gl.constexpr,
+    NUMBERS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """The sums of float8 products times the scales of inputs, of which a stage has several: those
+    of a part are scaled while the next one is multiplied."""
+    x_tiles, tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    BN: gl.constexpr = tiles.shape[1]
+    BM: gl.constexpr = x_tiles.shape[1]
+    PARTS: gl.constexpr = x_tiles.shape[2] // GROUP
+    nothing = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    sums = nothing
+    source, stride, first_token, num_tokens, first, num_groups = x_scales
+    columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+    source += gl.minimum(first_token + columns // NUMBERS, num_tokens - 1)
+    mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
+    scales = _scales_of_parts(source, stride, first * PARTS, num_groups, PARTS)
+    for i in range(count):
+        stage = i % STAGES
+        next_scales = _scales_of_parts(source, stride, (first + i + 1) * PARTS, num_groups, PARTS)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        product = nothing
+        for part in gl.static_range(PARTS + 1):
+            following = nothing
+            if part < PARTS:
+                ws = tiles.index(stage).slice(part * GROUP, GROUP, dim=1)
+                xs = x_tiles.index(stage).slice(part * GROUP, GROUP, dim=1).permute((1, 0))
+                following = warpgroup_mma(ws, xs, nothing, use_acc=False, is_async=True)
+            if part > 0:
+                product = warpgroup_mma_wait(1 if part < PARTS else 0, deps=[product])
+                sums = sums + product * scales[part - 1][None, :]
+            product = following
+        mbarrier.arrive(free.index(stage), count=1)
+        scales = next_scales
+    return sums
+
+
+@gluon.jit
+def _consume_groups(
     buffers,
     count,
     x_scales,
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
+    NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
 ):
     """The sums of float8 products times the scales of inputs, of which SPAN stages share one."""
@@ -172,9 +227,9 @@ def _consume_in_two(
     BM: gl.constexpr = x_tiles.shape[1]
     sums = gl.zeros([BN, BM], gl.float32, LAYOUT)
     up_sums = sums
-    source, stride, first_token, num_tokens, first = x_scales
+    source, stride, first_token, num_tokens, first, _ = x_scales
     columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-    source += gl.minimum(first_token + columns // 2, num_tokens - 1)
+    source += gl.minimum(first_token + columns // NUMBERS, num_tokens - 1)
     mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
     for group in range(first // SPAN, gl.cdiv(first + count, SPAN)):
         scale = gl.load(source + group * stride)
@@ -194,12 +249,16 @@ def _sums(
     LAYOUT: gl.constexpr,
     SWAP: gl.constexpr,
     GATED: gl.constexpr,
-    IN_TWO: gl.constexpr,
-    SPAN: gl.constexpr,
+    NUMBERS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """What the program's stages add up to, of gates and of what they gate."""
-    if IN_TWO:
-        acc, up = _consume_in_two(buffers, count, x_scales, LAYOUT, GATED, SPAN)
+    BK: gl.constexpr = buffers[0].shape[2]
+    if GROUP >= BK:
+        acc, up = _consume_groups(buffers, count, x_scales, LAYOUT, GATED, NUMBERS, GROUP // BK)
+    elif GROUP > 0:
+        acc = _consume_parts(buffers, count, x_scales, LAYOUT, NUMBERS, GROUP)
+        up = acc
     else:
         acc, up = _consume(buffers, 0, count, LAYOUT, SWAP, GATED)
     return acc, up
@@ -255,6 +314,73 @@ def _activate_gated(gate, up, EPILOGUE: gl.constexpr):
 
 
 @gluon.jit
+def _results(
+    acc,
+    up,
+    bias,
+    shape,
+    adds_bias,
+    SWAP: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Sums with the bias, and the epilogue of them."""
+    _, row, _, num_rows = shape
+    ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
+    ROW_AXIS: gl.constexpr = 0 if SWAP else 1
+    LAYOUT: gl.constexpr = acc.type.layout
+    if HAS_BIAS:
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
+        shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
+        acc += _by_row(shift.to(gl.float32), SWAP)
+        if GATED:
+            shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
+            up += _by_row(shift.to(gl.float32), SWAP)
+    return _activate_gated(acc, up, EPILOGUE) if GATED else _activate(acc, EPILOGUE)
+
+
+@gluon.jit
+def _finish_in_two(
+    acc,
+    up,
+    bias,
+    out,
+    scales,
+    stride,
+    shape,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """As `_finish`, with results that are rounded to bfloat16, of which two e4m3 numbers each are
+    made: to out [num_tokens, 2, num_rows], and a scale for the tile's rows of a token to scales
+    [tiles, stride]."""
+    token, row, num_tokens, num_rows = shape
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    acc = _results(acc, up, bias, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
+    # Neighbouring threads hold neighbouring rows of W, as in `_finish`.
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = ROWS // 16
+    STORE: gl.constexpr = gl.BlockedLayout([16, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    values = gl.convert_layout(acc.to(gl.bfloat16), STORE).to(gl.float32)
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
+    inside = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
+    sizes = gl.abs(values)
+    sizes = gl.where(sizes < float("inf"), sizes, float("inf"))  # of NaN, too
+    largest = gl.max(gl.where(inside, sizes, 0.0), 0)
+    factors, scale = scales_of_two(largest)
+    scale = gl.where(largest < float("inf"), scale, float("nan"))
+    high, low = in_two(values * factors[None, :])
+    places = out + tokens.to(gl.int64)[None, :] * (2 * num_rows) + rows[:, None]
+    gl.store(places, high, mask=inside)
+    gl.store(places + num_rows, low, mask=inside)
+    gl.store(scales + row // ROWS * stride + tokens, scale, mask=tokens < num_tokens)
+
+
+@gluon.jit
 def _finish(
     acc,
     up,
@@ -272,15 +398,7 @@ def _finish(
     ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[0] if SWAP else acc.shape[1]
     ROW_AXIS: gl.constexpr = 0 if SWAP else 1
-    LAYOUT: gl.constexpr = acc.type.layout
-    if HAS_BIAS:
-        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
-        shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
-        acc += _by_row(shift.to(gl.float32), SWAP)
-        if GATED:
-            shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
-            up += _by_row(shift.to(gl.float32), SWAP)
-    acc = _activate_gated(acc, up, EPILOGUE) if GATED else _activate(acc, EPILOGUE)
+    acc = _results(acc, up, bias, shape, adds_bias, SWAP, EPILOGUE, GATED, HAS_BIAS)
     # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = min(32, ROWS // 8)
@@ -297,7 +415,7 @@ def _finish(
     gl.store(out + places, values, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_splits", "x_stride"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_splits", "x_stride", "out_stride"])
 def linear_kernel(
     x,
     weight,
@@ -305,6 +423,7 @@ def linear_kernel(
     scales,
     bias,
     out,
+    out_scales,
     sums,
     arrivals,
     num_tokens,
@@ -312,6 +431,7 @@ def linear_kernel(
     size,
     num_splits,
     x_stride,
+    out_stride,
     block_rows,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -321,8 +441,9 @@ def linear_kernel(
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_SCALES: gl.constexpr,
-    IN_TWO: gl.constexpr,
-    SPAN: gl.constexpr,
+    NUMBERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -332,10 +453,12 @@ def linear_kernel(
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
         x_scales, scales: float32, with HAS_SCALES: of each token, and of each `block_rows` rows of
             W. Both operands are float8 then.
-        IN_TWO: two rows of x are those of a token, and x_scales are [groups, x_stride], of tokens;
-            with HAS_SCALES, and not with SWAP.
-        SPAN: how many stages of a token's inputs are a group then.
-        out: with PARTIAL [num_splits, num_tokens, num_rows].
+        NUMBERS: rows of x that are a token's, one or, with a GROUP, two, which are added up.
+        GROUP: inputs of a token that share a scale, a multiple of a stage's or, where nothing is
+            gated, a part of them; 0: all. Then x_scales are [groups, x_stride], of tokens. Not with
+            SWAP.
+        out: with PARTIAL [num_splits, num_tokens, num_rows]; with ROUNDS float8 [num_tokens, 2,
+            num_rows], and out_scales [tiles, out_stride], of tokens.
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
     """
@@ -351,7 +474,7 @@ def linear_kernel(
         instr_shape=[16, COLUMNS, 32 if HAS_SCALES else 16],
     )
     x_row = gl.program_id(0) * BM
-    TOKENS: gl.constexpr = BM // 2 if IN_TWO else BM
+    TOKENS: gl.constexpr = BM // NUMBERS
     token = gl.program_id(0) * TOKENS
     tile = gl.program_id(1)
     split = gl.program_id(2)
@@ -372,17 +495,17 @@ def linear_kernel(
     fence_async_shared()
     buffers = (x_tiles, tiles, ready, free)
     up_row = row + num_rows
-    if IN_TWO:  # asked for before the products that they belong to
+    if GROUP > 0:  # asked for before the products that they belong to
         rows = row + gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
         scale = gl.load(scales + rows // block_rows, mask=rows < num_rows, other=0.0)
         up_scale = scale
         if GATED:
             up_scales = scales + (rows + num_rows) // block_rows
             up_scale = gl.load(up_scales, mask=rows < num_rows, other=0.0)
-    of_tokens = (x_scales, x_stride, token, num_tokens, first)
+    of_tokens = (x_scales, x_stride, token, num_tokens, first, gl.cdiv(size, max(GROUP, 1)))
     acc, up = gl.warp_specialize(
         [
-            (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, IN_TWO, SPAN)),
+            (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, NUMBERS, GROUP)),
             (
                 _produce,
                 (x, weight, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
@@ -391,14 +514,17 @@ def linear_kernel(
         [1],
         [24],
     )
-    if IN_TWO:
-        acc = _pairs_added(acc * scale[:, None])
-        up = _pairs_added(up * up_scale[:, None])
+    if GROUP > 0:
+        acc = acc * scale[:, None]
+        up = up * up_scale[:, None]
+    if NUMBERS == 2:
+        acc = _pairs_added(acc)
+        up = _pairs_added(up)
     OF_SUMS: gl.constexpr = acc.type.layout
     if PDL:
         tl.extra.cuda.gdc_wait()
     ROW_AXIS: gl.constexpr = 0 if SWAP else 1
-    if HAS_SCALES and not IN_TWO:
+    if HAS_SCALES and GROUP == 0:
         rows = row + gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
         tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))
         factor = gl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)
@@ -413,7 +539,12 @@ def linear_kernel(
         if PARTIAL:
             out += split.to(gl.int64) * num_tokens * num_rows
         shape = (token, row, num_tokens, num_rows)
-        _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
+        if ROUNDS:
+            _finish_in_two(
+                acc, up, bias, out, out_scales, out_stride, shape, EPILOGUE, GATED, HAS_BIAS
+            )
+        else:
+            _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
     else:
         rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
         tokens = gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))

@@ -81,7 +81,7 @@ def linear_few_packed(
             epilogue.
         workspace: see linear.py.
     """
-    values, x_scales = x
+    values, x_scales, _ = x
     (num_tokens, _, size), num_rows = values.shape, out.shape[-1]
     num_blocks = size // BLOCK
     # Where one scale is for all inputs, it is that of all blocks of a stage.

@@ -6,9 +6,10 @@ other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up 
 4 bits are linear_hopper_packed.py's, with two integers for each input. Up to 64 bfloat16
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
-they are more than a few: with a scale for each token, or for each 128 inputs of it where weights
-have scales for blocks. Otherwise W is dequantized into a workspace first, and computed with as any
-other weight: that costs as much as writing it, and the product with many tokens costs more.
+they are more than a few: with a scale for each token, for each 512 inputs where attention rounds
+up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise W is dequantized
+into a workspace first, and computed with as any other weight: that costs as much as writing it, and
+the product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ from octavo.ops.cuda.linear_hopper_quantized import (
 from octavo.ops.cuda.linear_ring import linear_by_ring, takes_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.quantize import round_inputs
+from octavo.ops.cuda.quantize import empty_inputs, round_inputs
 from octavo.ops.cuda.quantized_tiles import (
     LIBRARY,
     MOST_IN_INTEGERS,
+    MOST_IN_SPANS,
     MOST_IN_TWO,
+    MOST_MADE_TWO,
     SIZES,
     Choice,
     Division,
@@ -299,6 +302,45 @@ class QuantizedCudaLinear:
         is_in_two = self._takes_two and 1 < num_tokens <= MOST_IN_TWO
         return Rounding.IN_TWO if is_in_two else Rounding.NONE
 
+    def part_rounding(self, num_tokens: int) -> Rounding:
+        """See RoundingKernel.part_rounding."""
+        rounding = self.rounding(num_tokens)
+        if rounding is not Rounding.TOKENS:
+            return rounding
+        # A scale for less than a token is as good.
+        choice = self._choose(num_tokens, Epilogue.NONE) if num_tokens <= MOST_IN_SPANS else None
+        return Rounding.SPANS if isinstance(choice, DenseTiles) else Rounding.NONE
+
+    def apply_rounded_partial(self, x: RoundedInputs, bias: Tensor | None) -> Tensor:
+        """See RoundingKernel.apply_rounded_partial."""
+        choice = self._choose(len(x.values), Epilogue.NONE)
+        return self._multiply_rounded(x, bias, Epilogue.NONE, choice, is_partial=True)
+
+    def rounds_results(self, num_tokens: int, epilogue: Epilogue, rounding: Rounding) -> bool:
+        """See RoundingKernel.rounds_results: what a program has of a token shares a scale."""
+        are_in_two = rounding is self._own_rounding(num_tokens) is Rounding.IN_TWO
+        if not are_in_two or num_tokens > MOST_MADE_TWO:
+            return False
+        choice = self._choose(num_tokens, epilogue)
+        return isinstance(choice, DenseTiles) and choice.splits == 1
+
+    def apply_and_round(
+        self,
+        x: Tensor | RoundedInputs,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        rounding: Rounding,
+    ) -> RoundedInputs:
+        """See RoundingKernel.apply_and_round."""
+        if isinstance(x, Tensor):
+            x = round_inputs(self._aligned(x), self._own_rounding(len(x)))
+        choice, num_tokens = self._choose(len(x.values), epilogue), len(x.values)
+        assert isinstance(choice, DenseTiles)
+        num_rows = self._num_results(epilogue)
+        out = empty_inputs(num_tokens, num_rows, rounding, x.values.device, group=choice.rows)
+        self._launch_dense(x, bias, out, epilogue, choice, is_partial=False)
+        return out
+
     def apply_rounded(self, x: RoundedInputs, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See RoundingKernel.apply_rounded."""
         if self._cuts_gates(epilogue):
@@ -323,11 +365,10 @@ class QuantizedCudaLinear:
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
         if num_tokens == 1 and self._scales is not None:
             return self._apply_one(x, bias, Epilogue.NONE)
-        choice = self._choose(num_tokens, Epilogue.NONE)
         rounding = self._own_rounding(num_tokens)
         if rounding is not Rounding.NONE:
-            rounded = round_inputs(x, rounding)
-            return self._multiply_rounded(rounded, bias, Epilogue.NONE, choice, is_partial=True)
+            return self.apply_rounded_partial(round_inputs(x, rounding), bias)
+        choice = self._choose(num_tokens, Epilogue.NONE)
         if isinstance(choice, PackedPrograms):
             return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
@@ -429,8 +470,7 @@ class QuantizedCudaLinear:
             return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):
             return linear(x, self._dense(x.dtype), bias, epilogue)
-        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
-        out = x.new_empty((len(x), num_rows))
+        out = x.new_empty((len(x), self._num_results(epilogue)))
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
         return out
 
@@ -438,7 +478,7 @@ class QuantizedCudaLinear:
         self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, programs: PackedPrograms
     ) -> Tensor:
         """With splits: partial sums."""
-        num_rows = self._stored.shape[0] // 2 if epilogue.is_gated else self._stored.shape[0]
+        num_rows = self._num_results(epilogue)
         out = self._output(len(x), num_rows, programs.splits if programs.splits > 1 else 0)
         linear_packed(x, self._stored, bias, out, epilogue, programs)
         return out
@@ -459,9 +499,8 @@ class QuantizedCudaLinear:
         is_partial: bool,
     ) -> Tensor:
         """is_partial: the caller takes partial sums."""
-        (rounded, scales), stored = x, self._stored
-        num_tokens = len(rounded)
-        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        (rounded, scales, _), stored = x, self._stored
+        num_tokens, num_rows = len(rounded), self._num_results(epilogue)
         if isinstance(choice, PackedTiles):
             is_partial = is_partial and choice.splits > 1
             out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
@@ -486,9 +525,25 @@ class QuantizedCudaLinear:
             return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
         is_partial = is_partial and choice.splits > 1
         out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
-        factors = scales, stored.scales, stored.block_rows
-        launch_dense(rounded, stored.weight, bias, out, epilogue, choice, is_partial, factors)
+        self._launch_dense(x, bias, out, epilogue, choice, is_partial)
         return out
+
+    def _launch_dense(
+        self,
+        x: RoundedInputs,
+        bias: Tensor | None,
+        out: Tensor | RoundedInputs,
+        epilogue: Epilogue,
+        tiles: DenseTiles,
+        is_partial: bool,
+    ) -> None:
+        stored = self._stored
+        scales = stored.scales, stored.block_rows
+        launch_dense(x, stored.weight, bias, out, epilogue, tiles, is_partial, scales)
+
+    def _num_results(self, epilogue: Epilogue) -> int:
+        """Of a token."""
+        return self._stored.shape[0] // (2 if epilogue.is_gated else 1)
 
     def _output(self, num_tokens: int, num_rows: int, splits: int) -> Tensor:
         """Of a product; splits: of partial sums, if they are asked for."""

@@ -95,7 +95,7 @@ def _launch(
         assert affine is not None
         assert twin is None
         assert heads == 1
-        results = [*empty_inputs(num_rows, size, rounding, x.device)]
+        results = [*empty_inputs(num_rows, size, rounding, x.device)[:2]]
     if num_rows == 0:
         return results
     block = power_of_2(size)
@@ -337,7 +337,7 @@ def _norm_kernel(
         normed = (values * scale + shift).to(DTYPE)
         if scales is not None:
             normed = normed.to(tl.float32)
-            store_rounded(normed, out, scales, scale_stride, row, 0, size, GROUP, ROUNDING)
+            store_rounded(normed, out, scales, scale_stride, row, 0, size, size, GROUP, ROUNDING)
         else:
             tl.store(out + row * size + columns, normed, mask=inside)
         if twin_out is not None:

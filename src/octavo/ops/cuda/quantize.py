@@ -14,7 +14,12 @@ from octavo.ops.quantized import FLOAT8_MAX, LARGEST_INTEGER, RoundedInputs, Rou
 
 TOKENS = 128  # of the largest tiles of products with groups
 # Inputs of a program, where they have groups.
-_BLOCKS = {Rounding.GROUPS: 1024, Rounding.IN_TWO: 512, Rounding.INTEGERS: 512}
+_BLOCKS = {
+    Rounding.GROUPS: 1024,
+    Rounding.IN_TWO: 512,
+    Rounding.INTEGERS: 512,
+    Rounding.SPANS: 512,
+}
 _MAX = tl.constexpr(FLOAT8_MAX)
 _IN_TWO = tl.constexpr(int(Rounding.IN_TWO))
 _INTEGERS = tl.constexpr(int(Rounding.INTEGERS))
@@ -26,26 +31,31 @@ ROUNDER = tl.constexpr(1.5 * 2**23 + 128)
 
 
 def empty_inputs(
-    num_tokens: int, size: int, rounding: Rounding, device: torch.device
+    num_tokens: int, size: int, rounding: Rounding, device: torch.device, group: int | None = None
 ) -> RoundedInputs:
     """What a kernel writes. Of groups there are scales for whole tiles of TOKENS, so that the
-    kernels that follow may read them."""
+    kernels that follow may read them.
+
+    group: if another one than the rounding's, see RoundedInputs.
+    """
+    group = rounding.group if group is None else group
     dtype = torch.int8 if rounding is Rounding.INTEGERS else torch.float8_e4m3fn
     values = torch.empty((num_tokens, size), dtype=dtype, device=device)
     if rounding in (Rounding.IN_TWO, Rounding.INTEGERS):
         values = values.new_empty((num_tokens, 2, size))
     shape: tuple[int, ...] = num_tokens, 1
-    if rounding.group:
-        shape = triton.cdiv(size, rounding.group), triton.cdiv(num_tokens, TOKENS) * TOKENS
+    if group:
+        shape = triton.cdiv(size, group), triton.cdiv(num_tokens, TOKENS) * TOKENS
     if rounding is Rounding.INTEGERS:
         shape = shape[0], 2, shape[1]
-    return RoundedInputs(values, torch.empty(shape, dtype=torch.float32, device=device))
+    scales = torch.empty(shape, dtype=torch.float32, device=device)
+    return RoundedInputs(values, scales, group)
 
 
 def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     """See ops/quantized.py; rows of x [num_tokens, size] may be strided."""
     num_tokens, size = x.shape
-    values, scales = rounded = empty_inputs(num_tokens, size, rounding, x.device)
+    values, scales, _ = rounded = empty_inputs(num_tokens, size, rounding, x.device)
     block = _BLOCKS.get(rounding) or power_of_2(size)
     _round_kernel[(num_tokens, triton.cdiv(size, block))](
         x,
@@ -78,12 +88,17 @@ def store_rounded(
     scale_stride,
     row,
     start,
+    end,
     size,
     GROUP: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Store a token's float32 inputs from `start` on as one or two numbers each, and the scale of
-    each GROUP of them."""
+    """Store a token's float32 inputs from `start` on, of those before `end`, as one or two numbers
+    each, and the scale of each GROUP of them.
+
+    start, end: multiples of GROUP, or the first and the last place of all.
+    size: inputs of the token.
+    """
     BLOCK: tl.constexpr = values.shape[0]
     if GROUP < BLOCK or ROUNDING == _INTEGERS:
         values = tl.reshape(values, [BLOCK // GROUP, GROUP])
@@ -94,11 +109,11 @@ def store_rounded(
         group = start // GROUP + tl.arange(0, 1)
         places = start + tl.arange(0, BLOCK)
         top = tl.max(_sizes(values), 0, keep_dims=True)
-    inside = places < size
+    inside = places < end
     targets = scales + group.to(tl.int64) * scale_stride + row
-    is_group = group * GROUP < size
+    is_group = group * GROUP < end
     if ROUNDING == _INTEGERS:
-        scale, total = _store_integers(values, rounded + row * 2 * size, start, size)
+        scale, total = _store_integers(values, rounded + row * 2 * size, start, end, size)
         tl.store(targets + scale_stride // 2, total, mask=is_group)
     elif ROUNDING == _IN_TWO:
         scale = _store_in_two(values, top, rounded + row * 2 * size + places, size, inside)
@@ -126,12 +141,12 @@ def _words_of(octets):
 
 
 @triton.jit
-def _store_integers(values, rounded, start, size):
+def _store_integers(values, rounded, start, end, size):
     """Store both integers of each value [groups, 128], `size` places apart; returns scales, and
     sums of the values that the integers stand for, [groups, 1].
 
     rounded: where those of the token begin.
-    start: the place of the first value.
+    start, end: the places of the first value, and behind the last one.
     """
     GROUPS: tl.constexpr = values.shape[0]
     sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of numbers, NaN above all
@@ -146,7 +161,7 @@ def _store_integers(values, rounded, start, size):
         + 16 * tl.arange(0, 2)[None, None, None, :]
     )
     words = rounded.to(tl.pointer_type(tl.int32), bitcast=True) + group * 32 + word
-    inside = group * 128 < size
+    inside = group * 128 < end
     tl.store(words, _words_of(bits >> 8), mask=inside)
     tl.store(words + size // 4, _words_of(bits ^ 0x80), mask=inside)
     scale = largest / _LARGEST
@@ -211,4 +226,4 @@ def _round_kernel(
     columns = start + tl.arange(0, BLOCK)
     wait_previous(PDL)
     values = tl.load(x + row * stride + columns, mask=columns < size, other=0.0).to(tl.float32)
-    store_rounded(values, rounded, scales, scale_stride, row, start, size, GROUP, ROUNDING)
+    store_rounded(values, rounded, scales, scale_stride, row, start, size, size, GROUP, ROUNDING)

@@ -143,7 +143,7 @@ def route(
         num_hit,
         *listed,
         *(marks or (None, None)),
-        *(inputs or (None, None)),
+        *((None, None) if inputs is None else inputs[:2]),
         num_tokens,
         x.stride(0),
         size,
