@@ -55,12 +55,24 @@ from octavo.ops.cuda.linear_hopper import (
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.routing_in_kernel import (
+    EMPTY,
+    announce_logit,
+    choose,
+    empty_logits,
+    load_early,
+    logit_places,
+    make_choice,
+    norm_row,
+    store_total,
+    tell,
+    told,
+)
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import Routed
+from octavo.ops.experts import Routed, Unrouted
 
-EMPTY = tl.constexpr(-2147483648)  # minus zero and zeros
 MOST_INPUTS = 24 << 10  # of a matrix, whose e4m3 numbers both teams keep in shared memory
 _BLOCK = tl.constexpr(BLOCK)
 _OCTET = 8  # rows of each matrix in a unit
@@ -93,25 +105,51 @@ def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) 
     return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
-    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
+def mix_one_mx(
+    x: Tensor | Unrouted, routed: Routed | None, up: ExpertProjection, down: ExpertProjection
+) -> Tensor:
+    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]; or, with `routed` None,
+    RoutingExpertsKernel.apply_unrouted."""
     gates, downs = up.tables, down.tables
-    top_k = routed.ids.shape[1]
-    num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
-    out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
+    if isinstance(x, Unrouted):
+        norm, router, config = x.norm, x.router, x.config
+        device, top_k = norm.x.device, config.top_k
+    else:
+        device, top_k = x.device, routed.ids.shape[1]
+    num_programs = num_sms(device)  # With more, some would wait for others that find no room.
+    if isinstance(x, Unrouted):
+        logits = logit_places(device, config.num_experts, num_programs)
+        inputs = (
+            norm.x,
+            None,
+            None,
+            norm.residual,
+            norm.total,
+            norm.weight,
+            router.weight,
+            router.bias,
+            logits,
+            x.num_hit,
+            config.num_experts,
+            norm.eps,
+            config.scale,
+        )
+        options = (norm.offset, config.renormalised, logits.shape[2])
+    else:
+        inputs = (x, routed.ids, routed.weights, *(None,) * 7, 0, 0.0, 0.0)
+        options = (0.0, False, 0)
+    out = torch.empty((top_k, 1, gates.size), dtype=torch.float32, device=device)
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
-        x,
+        *inputs,
         *_descriptors(gates),
         *_descriptors(downs),
         gates.factors,
         downs.factors,
         up.bias,
         down.bias,
-        *_exchange(x.device, top_k, downs.num_blocks, num_programs),
+        *_exchange(device, top_k, downs.num_blocks, num_programs),
         out,
-        routed.ids,
-        routed.weights,
         gates.size,
         gates.num_rows,
         downs.num_rows,
@@ -121,6 +159,9 @@ def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProj
         downs.num_tiles,
         triton.cdiv(gates.num_first, _OCTET),
         triton.cdiv(downs.num_first, _OCTET),
+        OFFSET=options[0],
+        RENORMALISES=options[1],
+        ALL_EXPERTS=options[2],
         UP_ROUNDS=up_rounds,
         DOWN_ROUNDS=down_rounds,
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
@@ -130,7 +171,7 @@ def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProj
         BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
-        **launch_options(x.device),
+        **launch_options(device),
     )
     return out
 
@@ -147,16 +188,40 @@ def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescript
 
 
 @gluon.jit
-def _load_ids(ids, TOP_K: gl.constexpr):
+def _chosen(
+    source,
+    launch,
+    TOP_K: gl.constexpr,
+    CHOOSES: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+):
+    """The token's experts and their weights: as given, or chosen and told by the partition that
+    CHOOSES.
+
+    source: ids, weights, and what is needed to choose experts: places of logits, the number of
+        experts, what weights are multiplied by, and what partitions tell each other by.
+    """
+    ids, weights, places, num_experts, scale, choice = source
     experts = ()
-    for i in gl.static_range(TOP_K):
-        experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
-    return experts
+    shares = ()
+    if ids is not None:
+        for i in gl.static_range(TOP_K):
+            experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    elif CHOOSES:
+        experts, shares = choose(
+            places, _own_buffer(launch), num_experts, scale, ALL_EXPERTS, TOP_K, RENORMALISES
+        )
+        tell(choice, experts, shares)
+    else:
+        experts, shares = told(choice, TOP_K)
+    return experts, shares
 
 
 @gluon.jit
 def _expert_of(experts, slot):
-    """The expert of a slot, of the experts of all."""
+    """The expert of a slot, of the experts of all; or its weight."""
     expert = experts[0]
     for i in gl.static_range(1, len(experts)):
         expert = gl.where(slot == i, experts[i], expert)
@@ -223,7 +288,8 @@ def _fetch_units(
 
 @gluon.jit
 def _fetch(
-    ids,
+    source,
+    launch,
     up,
     down,
     ring,
@@ -231,6 +297,8 @@ def _fetch(
     DOWN_ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -241,7 +309,7 @@ def _fetch(
     down_slot, down_octet = first_down // down[2], first_down % down[2]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
+    experts, _shares = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
     none = gl.to_tensor(0)
     stage, phase = _fetch_units(
         up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
@@ -335,7 +403,7 @@ def _leave(sums, scale, board, free, stage, turn):
 
 @gluon.jit
 def _multiply(
-    x,
+    source,
     size,
     places,
     ring,
@@ -349,10 +417,17 @@ def _multiply(
     SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
     BOUNDED: gl.constexpr,
+    OFFSET: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that multiplies a team's units."""
+    """The partition that multiplies a team's units.
+
+    source: x, and what is needed to norm it: the residual stream, where its next values are
+        written, the norm's weights and eps; and the router's weights and bias, places of logits and
+        the number of experts.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
@@ -367,9 +442,9 @@ def _multiply(
     free = ring[3]
     num_gates = TOP_K * up_octets
     first, first_down, step = _units_of(num_gates, TEAM)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
+    scale = _prepare_inputs(
+        source, size, x_tiles, launch, UP_ROUNDS, OFFSET, ALL_EXPERTS, TEAM, PDL
+    )
     turn = gl.to_tensor(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -419,6 +494,40 @@ def _by_warp(values, like):
     """Values of warps for a tensor [WARPS, 16, 4]."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
     return gl.convert_layout(values, LAYOUT)[:, None, None]
+
+
+@gluon.jit
+def _prepare_inputs(
+    source,
+    size,
+    x_tiles,
+    launch,
+    ROUNDS: gl.constexpr,
+    OFFSET: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+    TEAM: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Write the inputs, perhaps after their norm, in two e4m3 numbers each; as `_store_in_two`. One
+    team's partition has the router's logit, too."""
+    x, residual, total, norm_weight, eps, router, places = source
+    WARPS: gl.constexpr = gl.num_warps()
+    BY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    if norm_weight is None:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        parts = _load_inputs(x, size, ROUNDS)
+    else:
+        own_router = router if TEAM == 0 else None
+        early = load_early(norm_weight, own_router, size, ROUNDS, WARPS, _BLOCK, BY)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        norm = (x, residual, eps)
+        parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
+        if TEAM == 0:
+            announce_logit(logit, places, _own_buffer(launch), router[2], ALL_EXPERTS)
+            store_total(total, stream, size, ROUNDS, WARPS, _BLOCK, BY)
+    return _store_in_two(parts, x_tiles)
 
 
 @gluon.jit
@@ -565,7 +674,7 @@ def _added(board, turn):
 def _begin(places, tickets, launch, words_all):
     """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
     one."""
-    numbers, told = launch
+    numbers, is_told = launch
     num_programs = gl.num_programs(0)
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     none = gl.zeros_like(lanes)
@@ -578,7 +687,7 @@ def _begin(places, tickets, launch, words_all):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.store(gl.zeros([1], gl.int32, ONE) + own)
     _barrier()
-    mbarrier.arrive(told.index(0), count=1)
+    mbarrier.arrive(is_told.index(0), count=1)
     others = places + (1 - own) * words_all
     for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
         gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
@@ -619,8 +728,8 @@ def _store_words(words, places):
 @gluon.jit
 def _own_buffer(launch):
     """Which of both buffers the launch uses, once `_begin` has told it."""
-    numbers, told = launch
-    mbarrier.wait(told.index(0), 0)
+    numbers, is_told = launch
+    mbarrier.wait(is_told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(numbers.load(ONE), 0)
 
@@ -660,8 +769,8 @@ def _finish(
     out,
     places,
     tickets,
-    ids,
-    shares,
+    source,
+    num_hit,
     board,
     launch,
     up,
@@ -669,6 +778,8 @@ def _finish(
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -683,9 +794,16 @@ def _finish(
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
     num_gates = TOP_K * up_octets
     num_downs = TOP_K * down_octets
+    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
+    ids, _weights, logits, num_experts, _scale, _choice = source
+    if ids is None and TEAM == 0:  # Logits wait for the number of the buffer.
+        buffer = _begin(places, tickets, launch, TOP_K * words_each)
+        empty_logits(logits, buffer, num_experts, ALL_EXPERTS)
+        if gl.program_id(0) == 0:
+            gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
+    experts, shares = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
     first_gate, first_down, step = _units_of(num_gates, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
@@ -696,10 +814,9 @@ def _finish(
     _fetch_rows(
         down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
     )
-    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    if TEAM == 0:
+    if ids is not None and TEAM == 0:
         buffer = _begin(places, tickets, launch, TOP_K * words_each)
-    else:
+    elif TEAM == 1:
         buffer = _own_buffer(launch)
     own_places = places + buffer * (TOP_K * words_each)
     turn = gl.to_tensor(0)
@@ -728,7 +845,7 @@ def _finish(
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
-        share = gl.load(shares + slot, cache_modifier=".cg")
+        share = _expert_of(shares, slot)
         first, second = _added(board, turn)
         result = (gl.convert_layout(first, OUT) * factor + shift) * share
         second_result = (gl.convert_layout(second, OUT) * second_factor + second_shift) * share
@@ -777,6 +894,18 @@ def _make_team(
 @gluon.jit
 def experts_one_kernel(
     x,
+    ids,
+    shares,
+    residual,
+    total,
+    norm_weight,
+    router_weight,
+    router_bias,
+    logits,
+    num_hit,
+    num_experts,
+    eps,
+    scale,
     up_words,
     up_shifts,
     down_words,
@@ -788,8 +917,6 @@ def experts_one_kernel(
     places,
     tickets,
     out,
-    ids,
-    shares,
     size,
     up_rows,
     down_rows,
@@ -799,6 +926,9 @@ def experts_one_kernel(
     down_tiles,
     up_octets,
     down_octets,
+    OFFSET: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -812,6 +942,12 @@ def experts_one_kernel(
 
     Args:
         x: bfloat16 [size].
+        ids, shares: as in Routed; None: the kernel norms x and routes it, by what follows.
+        residual, total, norm_weight, eps, OFFSET: as in DeferredNorm.
+        router_weight, router_bias: as in RouterWeights.
+        logits: `logit_places`, and ALL_EXPERTS their last dimension.
+        num_hit: see make_router_kernel.
+        num_experts, scale, RENORMALISES: as in RoutingConfig.
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
         places, tickets: of Exchange.
         up_first, down_first: rows of the first matrix.
@@ -829,12 +965,25 @@ def experts_one_kernel(
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(told.index(0), count=1)
+    is_told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(is_told.index(0), count=1)
+    choice = ()
+    if ids is None:
+        choice = make_choice(TOP_K)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    launch = (numbers, told)
+    launch = (numbers, is_told)
+    inputs = (
+        x,
+        residual,
+        total,
+        norm_weight,
+        eps,
+        (router_weight, router_bias, num_experts),
+        logits,
+    )
+    source = (ids, shares, logits, num_experts, scale, choice)
     up = (up_words, up_shifts, up_octets, up_tiles)
     down = (down_words, down_shifts, down_octets, down_tiles)
     gl.warp_specialize(
@@ -842,7 +991,7 @@ def experts_one_kernel(
             (
                 _multiply,
                 (
-                    x,
+                    inputs,
                     size,
                     places,
                     ring,
@@ -856,6 +1005,8 @@ def experts_one_kernel(
                     SLOTS,
                     TOP_K,
                     BOUNDED,
+                    OFFSET,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -863,7 +1014,7 @@ def experts_one_kernel(
             (
                 _multiply,
                 (
-                    x,
+                    inputs,
                     size,
                     places,
                     second_ring,
@@ -877,6 +1028,8 @@ def experts_one_kernel(
                     SLOTS,
                     TOP_K,
                     BOUNDED,
+                    OFFSET,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
@@ -884,7 +1037,8 @@ def experts_one_kernel(
             (
                 _fetch,
                 (
-                    ids,
+                    source,
+                    launch,
                     up,
                     down,
                     ring,
@@ -892,6 +1046,8 @@ def experts_one_kernel(
                     DOWN_ROUNDS,
                     SLOTS,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -899,7 +1055,8 @@ def experts_one_kernel(
             (
                 _fetch,
                 (
-                    ids,
+                    source,
+                    launch,
                     up,
                     down,
                     second_ring,
@@ -907,6 +1064,8 @@ def experts_one_kernel(
                     DOWN_ROUNDS,
                     SLOTS,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
@@ -919,8 +1078,8 @@ def experts_one_kernel(
                     out,
                     places,
                     tickets,
-                    ids,
-                    shares,
+                    source,
+                    num_hit,
                     board,
                     launch,
                     (up_octets, up_rows, up_first),
@@ -928,6 +1087,8 @@ def experts_one_kernel(
                     TOP_K,
                     EPILOGUE,
                     BOUNDED,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -940,8 +1101,8 @@ def experts_one_kernel(
                     out,
                     places,
                     tickets,
-                    ids,
-                    shares,
+                    source,
+                    num_hit,
                     second_board,
                     launch,
                     (up_octets, up_rows, up_first),
@@ -949,6 +1110,8 @@ def experts_one_kernel(
                     TOP_K,
                     EPILOGUE,
                     BOUNDED,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
