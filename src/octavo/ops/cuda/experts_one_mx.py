@@ -65,10 +65,10 @@ from octavo.ops.cuda.routing_in_kernel import (
     make_choice,
     norm_row,
     store_total,
-    tell,
     told,
+    told_shares,
 )
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed, Unrouted
@@ -89,20 +89,26 @@ _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
 class Exchange(NamedTuple):
-    """Through which gates come to the down projections."""
+    """Through which gates come to the down projections, and their results to who adds them up."""
 
     places: Tensor  # int32 [2, top_k, blocks * 64]: two numbers of 16 bits, or four of 8, each
+    # int32 [2, top_k - 1, down_rows]: results of all slots but the last one, in float32, for those
+    # who have the last one's
+    partial: Tensor
     tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
 
 
 @cache
-def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) -> Exchange:
+def _exchange(
+    device: torch.device, top_k: int, blocks: int, num_rows: int, num_programs: int
+) -> Exchange:
     """For one stream, and launches with as many programs."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
     shape = 2, top_k, blocks * BLOCK // 2
     places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
-    return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
+    partial = torch.full((2, top_k - 1, num_rows), EMPTY.value, dtype=torch.int32, device=device)
+    return Exchange(places, partial, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def mix_one_mx(
@@ -138,7 +144,7 @@ def mix_one_mx(
     else:
         inputs = (x, routed.ids, routed.weights, *(None,) * 7, 0, 0.0, 0.0)
         options = (0.0, False, 0)
-    out = torch.empty((top_k, 1, gates.size), dtype=torch.float32, device=device)
+    out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
         *inputs,
@@ -148,7 +154,7 @@ def mix_one_mx(
         downs.factors,
         up.bias,
         down.bias,
-        *_exchange(device, top_k, downs.num_blocks, num_programs),
+        *_exchange(device, top_k, downs.num_blocks, downs.num_rows, num_programs),
         out,
         gates.size,
         gates.num_rows,
@@ -167,6 +173,7 @@ def mix_one_mx(
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
         STAGES=_STAGES,
         TOP_K=top_k,
+        OTHERS=max(2, power_of_2(top_k - 1)),
         EPILOGUE=int(up.epilogue),
         BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
@@ -196,32 +203,44 @@ def _chosen(
     RENORMALISES: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
 ):
-    """The token's experts and their weights: as given, or chosen and told by the partition that
-    CHOOSES.
+    """The token's experts: as given, or chosen by the partition that CHOOSES, and told.
 
     source: ids, weights, and what is needed to choose experts: places of logits, the number of
         experts, what weights are multiplied by, and what partitions tell each other by.
     """
-    ids, weights, places, num_experts, scale, choice = source
+    ids, _weights, places, num_experts, _scale, choice = source
     experts = ()
-    shares = ()
     if ids is not None:
         for i in gl.static_range(TOP_K):
             experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
-            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
     elif CHOOSES:
-        experts, shares = choose(
-            places, _own_buffer(launch), num_experts, scale, ALL_EXPERTS, TOP_K, RENORMALISES
+        experts = choose(
+            choice, places, _own_buffer(launch), num_experts, ALL_EXPERTS, TOP_K, RENORMALISES
         )
-        tell(choice, experts, shares)
     else:
-        experts, shares = told(choice, TOP_K)
-    return experts, shares
+        experts = told(choice, TOP_K)
+    return experts
+
+
+@gluon.jit
+def _keep_shares(source, own_shares, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """Write the weights of the experts' results to shared memory, for this warp alone."""
+    ids, weights, _places, _num_experts, scale, choice = source
+    shares = ()
+    if ids is not None:
+        for i in gl.static_range(TOP_K):
+            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    else:
+        shares = told_shares(choice, scale, TOP_K, RENORMALISES)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(TOP_K):
+        own_shares.index(i).store(gl.zeros([1], gl.float32, ONE) + shares[i])
+    _barrier()
 
 
 @gluon.jit
 def _expert_of(experts, slot):
-    """The expert of a slot, of the experts of all; or its weight."""
+    """The expert of a slot, of the experts of all."""
     expert = experts[0]
     for i in gl.static_range(1, len(experts)):
         expert = gl.where(slot == i, experts[i], expert)
@@ -309,7 +328,7 @@ def _fetch(
     down_slot, down_octet = first_down // down[2], first_down % down[2]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts, _shares = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
+    experts = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
     none = gl.to_tensor(0)
     stage, phase = _fetch_units(
         up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
@@ -671,7 +690,43 @@ def _added(board, turn):
 
 
 @gluon.jit
-def _begin(places, tickets, launch, words_all):
+def _as_words(values):
+    words = values.to(gl.int32, bitcast=True)
+    return gl.where(words == EMPTY, 0, words)
+
+
+@gluon.jit
+def _load_partial(
+    places,
+    row,
+    num_first,
+    num_rows,
+    is_last,
+    TOP_K: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """What all slots but the last one add to 8 rows of both matrices, as it is now: words [SLOTS,
+    2, 8]; zeros if the unit is not of the last slot."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 2, 1], [4, 1, 8], [1, 1, 1], [2, 1, 0])
+    OF_SLOT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LOADED))
+    OF_MATRIX: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LOADED))
+    slot = gl.arange(0, SLOTS, layout=OF_SLOT)[:, None, None]
+    first = gl.arange(0, 2, layout=OF_MATRIX)[None, :, None] * num_first
+    end = gl.where(first == 0, num_first, num_rows)
+    own = first + row + gl.arange(0, _ROWS, layout=OF_ROW)[None, None, :]
+    is_asked = (own < end) & (slot < TOP_K - 1) & is_last
+    return gl.load(places + slot * num_rows + own, mask=is_asked, other=0, volatile=True)
+
+
+@gluon.jit
+def _sum_of_partial(words):
+    """[SLOTS, 2, 8] as sums [8] of both matrices."""
+    return gl.split(gl.sum(words.to(gl.float32, bitcast=True), 0).permute((1, 0)))
+
+
+@gluon.jit
+def _begin(places, partial, tickets, launch, words_all, partial_all):
     """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
     one."""
     numbers, is_told = launch
@@ -691,6 +746,9 @@ def _begin(places, tickets, launch, words_all):
     others = places + (1 - own) * words_all
     for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
         gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
+    others = partial + (1 - own) * partial_all
+    for start in range(gl.program_id(0) * 32, partial_all, num_programs * 32):
+        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < partial_all)
     return own
 
 
@@ -771,11 +829,14 @@ def _finish(
     tickets,
     source,
     num_hit,
+    own_shares,
+    partial,
     board,
     launch,
     up,
     down,
     TOP_K: gl.constexpr,
+    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     RENORMALISES: gl.constexpr,
@@ -797,13 +858,14 @@ def _finish(
     num_gates = TOP_K * up_octets
     num_downs = TOP_K * down_octets
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
+    num_others = (TOP_K - 1) * down_rows
     ids, _weights, logits, num_experts, _scale, _choice = source
     if ids is None and TEAM == 0:  # Logits wait for the number of the buffer.
-        buffer = _begin(places, tickets, launch, TOP_K * words_each)
+        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
         empty_logits(logits, buffer, num_experts, ALL_EXPERTS)
         if gl.program_id(0) == 0:
             gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
-    experts, shares = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
+    experts = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
     first_gate, first_down, step = _units_of(num_gates, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
@@ -815,10 +877,12 @@ def _finish(
         down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
     )
     if ids is not None and TEAM == 0:
-        buffer = _begin(places, tickets, launch, TOP_K * words_each)
+        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
     elif TEAM == 1:
         buffer = _own_buffer(launch)
+    _keep_shares(source, own_shares, TOP_K, RENORMALISES)
     own_places = places + buffer * (TOP_K * words_each)
+    own_partial = partial + buffer * num_others
     turn = gl.to_tensor(0)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
     for unit in range(first_gate, num_gates, step):
@@ -845,15 +909,30 @@ def _finish(
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
-        share = _expert_of(shares, slot)
+        is_last = slot == TOP_K - 1
+        others_found = _load_partial(
+            own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
+        )
         first, second = _added(board, turn)
+        share = own_shares.index(slot).load(OUT)
         result = (gl.convert_layout(first, OUT) * factor + shift) * share
         second_result = (gl.convert_layout(second, OUT) * second_factor + second_shift) * share
-        target = out + slot * down_rows
+        while gl.min(gl.min(gl.min(others_found, 2), 1), 0) == EMPTY:
+            others_found = _load_partial(
+                own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
+            )
+        first, second = _sum_of_partial(others_found)
         rows = row + in_octet
-        gl.store(target + rows, result, mask=rows < down_first)
-        rows = down_first + rows
-        gl.store(target + rows, second_result, mask=rows < down_rows)
+        second_rows = down_first + rows
+        if is_last:
+            result += gl.convert_layout(first, OUT)
+            second_result += gl.convert_layout(second, OUT)
+            gl.store(out + rows, result, mask=rows < down_first)
+            gl.store(out + second_rows, second_result, mask=second_rows < down_rows)
+        else:
+            target = own_partial + slot * down_rows
+            gl.store(target + rows, _as_words(result), mask=rows < down_first)
+            gl.store(target + second_rows, _as_words(second_result), mask=second_rows < down_rows)
         factor = next_factor
         second_factor = next_second_factor
         shift = next_shift
@@ -915,6 +994,7 @@ def experts_one_kernel(
     up_bias,
     down_bias,
     places,
+    partial,
     tickets,
     out,
     size,
@@ -934,11 +1014,12 @@ def experts_one_kernel(
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
+    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All of a token's experts, weighted by `shares`, into out float32 [TOP_K, down_rows].
+    """All of a token's experts, weighted by `shares`, added up into out float32 [down_rows].
 
     Args:
         x: bfloat16 [size].
@@ -949,11 +1030,12 @@ def experts_one_kernel(
         num_hit: see make_router_kernel.
         num_experts, scale, RENORMALISES: as in RoutingConfig.
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
-        places, tickets: of Exchange.
+        places, partial, tickets: of Exchange.
         up_first, down_first: rows of the first matrix.
         up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
         UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.
         SLOTS: blocks of each warp in a stage.
+        OTHERS: power of 2, at least 2 and TOP_K - 1.
         BOUNDED: whether gates are below 64: they are exchanged as two e4m3 numbers, else in
             bfloat16.
     """
@@ -984,6 +1066,8 @@ def experts_one_kernel(
         logits,
     )
     source = (ids, shares, logits, num_experts, scale, choice)
+    own_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
+    second_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
     up = (up_words, up_shifts, up_octets, up_tiles)
     down = (down_words, down_shifts, down_octets, down_tiles)
     gl.warp_specialize(
@@ -1080,11 +1164,14 @@ def experts_one_kernel(
                     tickets,
                     source,
                     num_hit,
+                    own_shares,
+                    partial,
                     board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
+                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
                     RENORMALISES,
@@ -1103,11 +1190,14 @@ def experts_one_kernel(
                     tickets,
                     source,
                     num_hit,
+                    second_shares,
+                    partial,
                     second_board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
+                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
                     RENORMALISES,
@@ -1118,5 +1208,5 @@ def experts_one_kernel(
             ),
         ],
         [8, 1, 1, 1, 1],
-        [112, 32, 32, 32, 32],
+        [112, 48, 48, 48, 48],
     )

@@ -25,17 +25,17 @@ parts [A, B] of A * B neighbouring elements each:
   in a single warp, after the wait
     empty_logits(places, own, num_experts, ALL)
   in a single warp, after the wait
-    ids, shares = choose(places, own, num_experts, scale, ALL, TOP_K, RENORMALISES), which polls
-    tell(choice, ids, shares), for the other partitions
+    ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls
   in other partitions
-    ids, shares = told(choice, TOP_K)
+    ids = told(choice, TOP_K), which waits
+    shares = told_shares(choice, scale, TOP_K, RENORMALISES), after told
 
 where own is the number of the launch's buffer, and
     router: (weight [experts, size], bias [experts] or None, number of experts); None in partitions
         that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
     places: `logit_places`, and ALL their last dimension
-    ids, shares: tuples of TOP_K numbers
+    ids, shares: tuples of TOP_K numbers, experts and what their results are multiplied by
 """
 
 from __future__ import annotations
@@ -223,17 +223,19 @@ def _score_of(key):
 
 @gluon.jit
 def choose(
+    choice,
     places,
     own,
     num_experts,
-    scale,
     ALL: gl.constexpr,
     TOP_K: gl.constexpr,
     RENORMALISES: gl.constexpr,
 ):
-    """The experts and their weights, once all logits have come: TOP_K numbers each, by a single
-    warp. As _choose of routing.py with BY_LOGITS."""
+    """The experts, once all logits have come, as _choose of routing.py with BY_LOGITS; by a single
+    warp, which tells the other partitions."""
+    id_places, score_places, is_told = choice
     LANES: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     expert = gl.arange(0, ALL, layout=LANES)
     is_expert = expert < num_experts
     own_places = places + (own * _COPIES + gl.program_id(0) % _COPIES) * ALL + expert
@@ -244,57 +246,65 @@ def choose(
     keys = gl.where(is_expert, _keys(logits), LOWEST_KEY)
     largest = _score_of(gl.max(keys, 0))
     ids = ()
-    weights = ()
-    for _i in gl.static_range(TOP_K):
+    for i in gl.static_range(TOP_K):
         key = gl.max(keys, 0)
         best = gl.min(gl.where(keys == key, expert, ALL - 1), 0)
         keys = gl.where(expert == best, LOWEST_KEY, keys)
-        weight = gl.exp(_score_of(key) - largest)
+        id_places.index(i).store(gl.zeros([1], gl.int32, ONE) + best)
+        score_places.index(i).store(gl.zeros([1], gl.float32, ONE) + _score_of(key))
         ids += (best,)  # type: ignore[assignment]
-        weights += (weight,)  # type: ignore[assignment]
-    total = weights[0]
-    for i in gl.static_range(1, TOP_K):
-        total = total + weights[i]
     if not RENORMALISES:
         total = gl.sum(gl.where(is_expert, gl.exp(logits - largest), 0.0), 0)
-    shares = ()
-    for i in gl.static_range(TOP_K):
-        shares += (weights[i] / total * scale,)  # type: ignore[assignment]
-    return ids, shares
+        score_places.index(TOP_K).store(gl.zeros([1], gl.float32, ONE) + total)
+    _barrier()
+    mbarrier.arrive(is_told.index(0), count=1)
+    return ids
 
 
 @gluon.jit
 def make_choice(TOP_K: gl.constexpr):
-    """Through which a program's partitions learn of the experts: shared memory, and a barrier."""
+    """Through which a program's partitions learn of the experts: shared memory for their numbers,
+    for their logits and a sum of all, and a barrier."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ids = gl.allocate_shared_memory(gl.int32, [TOP_K, 1], FLAT)
-    shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
+    scores = gl.allocate_shared_memory(gl.float32, [TOP_K + 1, 1], FLAT)
     is_told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(is_told.index(0), count=1)
-    return ids, shares, is_told
-
-
-@gluon.jit
-def tell(choice, ids, shares):
-    """Tell the other partitions what `choose` has found."""
-    id_places, share_places, is_told = choice
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for i in gl.static_range(len(ids)):
-        id_places.index(i).store(gl.zeros([1], gl.int32, ONE) + ids[i])
-        share_places.index(i).store(gl.zeros([1], gl.float32, ONE) + shares[i])
-    _barrier()
-    mbarrier.arrive(is_told.index(0), count=1)
+    return ids, scores, is_told
 
 
 @gluon.jit
 def told(choice, TOP_K: gl.constexpr):
     """What `choose` has found, once it is told."""
-    id_places, share_places, is_told = choice
+    places, _scores, is_told = choice
     mbarrier.wait(is_told.index(0), 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ids = ()
+    for i in gl.static_range(TOP_K):
+        ids += (_number(places, i),)  # type: ignore[assignment]
+    return ids
+
+
+@gluon.jit
+def told_shares(choice, scale, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """The weights of the experts, after `told`."""
+    _ids, scores, _is_told = choice
+    largest = _number(scores, 0)
+    weights = ()
+    for i in gl.static_range(TOP_K):
+        weights += (gl.exp(_number(scores, i) - largest),)  # type: ignore[assignment]
+    total = weights[0]
+    if RENORMALISES:
+        for i in gl.static_range(1, TOP_K):
+            total = total + weights[i]
+    else:
+        total = _number(scores, TOP_K)
     shares = ()
     for i in gl.static_range(TOP_K):
-        ids += (gl.max(id_places.index(i).load(ONE), 0),)  # type: ignore[assignment]
-        shares += (gl.max(share_places.index(i).load(ONE), 0),)  # type: ignore[assignment]
-    return ids, shares
+        shares += (weights[i] / total * scale,)  # type: ignore[assignment]
+    return shares
+
+
+@gluon.jit
+def _number(places, i: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(places.index(i).load(ONE), 0)
