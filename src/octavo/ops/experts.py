@@ -91,8 +91,9 @@ class ExpertsKernel(Protocol):
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """sum over j of weights[t, j] * MLP of expert ids[t, j] (x[t]), of x [num_tokens, size].
 
-        The result has x's shape and dtype; or, on GPUs, it is [num_parts, num_tokens, size], for a
-        norm that adds up what a token's experts contribute, in the order of `ids`, or pieces of it.
+        The result has x's shape and its dtype, or float32; or, on GPUs, it is [num_parts,
+        num_tokens, size], for a norm that adds up what a token's experts contribute, in the order
+        of `ids`, or pieces of it.
         """
 
 

@@ -51,7 +51,7 @@ from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
-from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx
+from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
@@ -778,7 +778,7 @@ class MxExperts:
 
     def apply_unrouted(self, x: Unrouted) -> Tensor:
         """See RoutingExpertsKernel.apply_unrouted."""
-        return mix_one_mx(x, None, self._up, self._down)
+        return norm_route_and_mix_one_mx(x, self._up, self._down)
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""

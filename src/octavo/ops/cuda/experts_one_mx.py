@@ -107,47 +107,71 @@ def _exchange(
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
     shape = 2, top_k, blocks * BLOCK // 2
     places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
-    partial = torch.full((2, top_k - 1, num_rows), EMPTY.value, dtype=torch.int32, device=device)
+    shape = 2, max(1, top_k - 1), num_rows
+    partial = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
     return Exchange(places, partial, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def mix_one_mx(
-    x: Tensor | Unrouted, routed: Routed | None, up: ExpertProjection, down: ExpertProjection
+class _Source(NamedTuple):
+    """Where inputs and experts come from: the kernel's first arguments."""
+
+    x: Tensor
+    ids: Tensor | None = None
+    shares: Tensor | None = None
+    residual: Tensor | None = None
+    total: Tensor | None = None
+    norm_weight: Tensor | None = None
+    router_weight: Tensor | None = None
+    router_bias: Tensor | None = None
+    logits: Tensor | None = None
+    num_hit: Tensor | None = None
+    num_experts: int = 0
+    eps: float = 0.0
+    scale: float = 0.0
+
+
+def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
+    return _launch(_Source(x, routed.ids, routed.weights), up, down, routed.ids.shape[1])
+
+
+def norm_route_and_mix_one_mx(x: Unrouted, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    """See RoutingExpertsKernel.apply_unrouted, of one token in bfloat16."""
+    norm, config = x.norm, x.config
+    logits = logit_places(norm.x.device, config.num_experts)
+    source = _Source(
+        norm.x,
+        residual=norm.residual,
+        total=norm.total,
+        norm_weight=norm.weight,
+        router_weight=x.router.weight,
+        router_bias=x.router.bias,
+        logits=logits,
+        num_hit=x.num_hit,
+        num_experts=config.num_experts,
+        eps=norm.eps,
+        scale=config.scale,
+    )
+    return _launch(
+        source, up, down, config.top_k, norm.offset, config.renormalised, logits.shape[2]
+    )
+
+
+def _launch(
+    source: _Source,
+    up: ExpertProjection,
+    down: ExpertProjection,
+    top_k: int,
+    offset: float = 0.0,
+    renormalises: bool = False,
+    all_experts: int = 0,
 ) -> Tensor:
-    """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]; or, with `routed` None,
-    RoutingExpertsKernel.apply_unrouted."""
-    gates, downs = up.tables, down.tables
-    if isinstance(x, Unrouted):
-        norm, router, config = x.norm, x.router, x.config
-        device, top_k = norm.x.device, config.top_k
-    else:
-        device, top_k = x.device, routed.ids.shape[1]
+    gates, downs, device = up.tables, down.tables, source.x.device
     num_programs = num_sms(device)  # With more, some would wait for others that find no room.
-    if isinstance(x, Unrouted):
-        logits = logit_places(device, config.num_experts, num_programs)
-        inputs = (
-            norm.x,
-            None,
-            None,
-            norm.residual,
-            norm.total,
-            norm.weight,
-            router.weight,
-            router.bias,
-            logits,
-            x.num_hit,
-            config.num_experts,
-            norm.eps,
-            config.scale,
-        )
-        options = (norm.offset, config.renormalised, logits.shape[2])
-    else:
-        inputs = (x, routed.ids, routed.weights, *(None,) * 7, 0, 0.0, 0.0)
-        options = (0.0, False, 0)
     out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
-        *inputs,
+        *source,
         *_descriptors(gates),
         *_descriptors(downs),
         gates.factors,
@@ -165,9 +189,9 @@ def mix_one_mx(
         downs.num_tiles,
         triton.cdiv(gates.num_first, _OCTET),
         triton.cdiv(downs.num_first, _OCTET),
-        OFFSET=options[0],
-        RENORMALISES=options[1],
-        ALL_EXPERTS=options[2],
+        OFFSET=offset,
+        RENORMALISES=renormalises,
+        ALL_EXPERTS=all_experts,
         UP_ROUNDS=up_rounds,
         DOWN_ROUNDS=down_rounds,
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
@@ -529,7 +553,7 @@ def _prepare_inputs(
 ):
     """Write the inputs, perhaps after their norm, in two e4m3 numbers each; as `_store_in_two`. One
     team's partition has the router's logit, too."""
-    x, residual, total, norm_weight, eps, router, places = source
+    x, residual, total, norm_weight, eps, router, bias, num_experts, places = source
     WARPS: gl.constexpr = gl.num_warps()
     BY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     if norm_weight is None:
@@ -538,13 +562,15 @@ def _prepare_inputs(
         parts = _load_inputs(x, size, ROUNDS)
     else:
         own_router = router if TEAM == 0 else None
-        early = load_early(norm_weight, own_router, size, ROUNDS, WARPS, _BLOCK, BY)
+        early = load_early(
+            norm_weight, own_router, bias, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
+        )
         if PDL:
             tl.extra.cuda.gdc_wait()
         norm = (x, residual, eps)
         parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
         if TEAM == 0:
-            announce_logit(logit, places, _own_buffer(launch), router[2], ALL_EXPERTS)
+            announce_logit(logit, places, _own_buffer(launch), num_experts, ALL_EXPERTS)
             store_total(total, stream, size, ROUNDS, WARPS, _BLOCK, BY)
     return _store_in_two(parts, x_tiles)
 
@@ -1062,7 +1088,9 @@ def experts_one_kernel(
         total,
         norm_weight,
         eps,
-        (router_weight, router_bias, num_experts),
+        router_weight,
+        router_bias,
+        num_experts,
         logits,
     )
     source = (ids, shares, logits, num_experts, scale, choice)

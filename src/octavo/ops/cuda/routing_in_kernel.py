@@ -17,10 +17,10 @@ parts [A, B] of A * B neighbouring elements each:
   before partitions begin
     choice = make_choice(TOP_K)
   in the partition that multiplies, before it waits for the preceding kernel
-    early = load_early(norm_weight, router, size, ROUNDS, A, B, BY)
+    early = load_early(norm_weight, router, bias, num_experts, size, ROUNDS, A, B, BY)
   in it, after the wait
     parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, A, B, BY), normed in float32
-    announce_logit(logit, places, own, num_experts, ALL), if the partition has a router
+    announce_logit(logit, places, own, num_experts, ALL), if it has a router
     store_total(total, stream, size, ROUNDS, A, B, BY), the same
   in a single warp, after the wait
     empty_logits(places, own, num_experts, ALL)
@@ -31,8 +31,7 @@ parts [A, B] of A * B neighbouring elements each:
     shares = told_shares(choice, scale, TOP_K, RENORMALISES), after told
 
 where own is the number of the launch's buffer, and
-    router: (weight [experts, size], bias [experts] or None, number of experts); None in partitions
-        that compute no logit
+    router, bias: as in RouterWeights; router is None in partitions that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
     places: `logit_places`, and ALL their last dimension
     ids, shares: tuples of TOP_K numbers, experts and what their results are multiplied by
@@ -66,7 +65,7 @@ def routes_in_kernel(router: RouterWeights, config: RoutingConfig, num_programs:
 
 
 @cache
-def logit_places(device: torch.device, num_experts: int, num_programs: int) -> Tensor:
+def logit_places(device: torch.device, num_experts: int) -> Tensor:
     """Through which logits come to all programs. For one stream."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
@@ -98,6 +97,8 @@ def _place(i: gl.constexpr, A: gl.constexpr, B: gl.constexpr, BY: gl.constexpr):
 def load_early(
     norm_weight,
     router,
+    bias,
+    num_experts,
     size,
     ROUNDS: gl.constexpr,
     A: gl.constexpr,
@@ -109,9 +110,8 @@ def load_early(
     row = ()
     shift = 0.0
     if router is not None:
-        weight, bias, num_experts = router
         expert = gl.minimum(gl.program_id(0), num_experts - 1)
-        row = _load_row(weight + expert * size, size, ROUNDS, A, B, BY)
+        row = _load_row(router + expert * size, size, ROUNDS, A, B, BY)
         if bias is not None:
             shift = gl.load(bias + expert, volatile=True).to(gl.float32)
     return weights, row, shift
@@ -292,7 +292,7 @@ def told_shares(choice, scale, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
     weights = ()
     for i in gl.static_range(TOP_K):
         weights += (gl.exp(_number(scores, i) - largest),)  # type: ignore[assignment]
-    total = weights[0]
+    total = weights[0]  # type: ignore[misc]
     if RENORMALISES:
         for i in gl.static_range(1, TOP_K):
             total = total + weights[i]
