@@ -61,7 +61,7 @@ from octavo.ops.cuda.routing_in_kernel import (
     choose,
     empty_logits,
     load_early,
-    logit_places,
+    logit_shape,
     make_choice,
     norm_row,
     store_total,
@@ -96,20 +96,31 @@ class Exchange(NamedTuple):
     # who have the last one's
     partial: Tensor
     tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
+    logits: Tensor | None  # int32 [2, *logit_shape]
 
 
 @cache
 def _exchange(
-    device: torch.device, top_k: int, blocks: int, num_rows: int, num_programs: int
+    device: torch.device,
+    top_k: int,
+    blocks: int,
+    num_rows: int,
+    num_experts: int,
+    num_programs: int,
 ) -> Exchange:
-    """For one stream, and launches with as many programs."""
+    """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
+    buffers take turns from one launch to the next."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    shape = 2, top_k, blocks * BLOCK // 2
-    places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
-    shape = 2, max(1, top_k - 1), num_rows
-    partial = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
-    return Exchange(places, partial, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def empty(*shape: int) -> Tensor:
+        return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)
+
+    tickets = torch.zeros(1, dtype=torch.int32, device=device)
+    logits = empty(*logit_shape(num_experts)) if num_experts else None
+    return Exchange(
+        empty(top_k, blocks * BLOCK // 2), empty(max(1, top_k - 1), num_rows), tickets, logits
+    )
 
 
 class _Source(NamedTuple):
@@ -123,7 +134,6 @@ class _Source(NamedTuple):
     norm_weight: Tensor | None = None
     router_weight: Tensor | None = None
     router_bias: Tensor | None = None
-    logits: Tensor | None = None
     num_hit: Tensor | None = None
     num_experts: int = 0
     eps: float = 0.0
@@ -138,7 +148,6 @@ def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProj
 def norm_route_and_mix_one_mx(x: Unrouted, up: ExpertProjection, down: ExpertProjection) -> Tensor:
     """See RoutingExpertsKernel.apply_unrouted, of one token in bfloat16."""
     norm, config = x.norm, x.config
-    logits = logit_places(norm.x.device, config.num_experts)
     source = _Source(
         norm.x,
         residual=norm.residual,
@@ -146,15 +155,12 @@ def norm_route_and_mix_one_mx(x: Unrouted, up: ExpertProjection, down: ExpertPro
         norm_weight=norm.weight,
         router_weight=x.router.weight,
         router_bias=x.router.bias,
-        logits=logits,
         num_hit=x.num_hit,
         num_experts=config.num_experts,
         eps=norm.eps,
         scale=config.scale,
     )
-    return _launch(
-        source, up, down, config.top_k, norm.offset, config.renormalised, logits.shape[2]
-    )
+    return _launch(source, up, down, config.top_k, norm.offset, config.renormalised)
 
 
 def _launch(
@@ -164,11 +170,13 @@ def _launch(
     top_k: int,
     offset: float = 0.0,
     renormalises: bool = False,
-    all_experts: int = 0,
 ) -> Tensor:
     gates, downs, device = up.tables, down.tables, source.x.device
     num_programs = num_sms(device)  # With more, some would wait for others that find no room.
     out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
+    exchange = _exchange(
+        device, top_k, downs.num_blocks, downs.num_rows, source.num_experts, num_programs
+    )
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
         *source,
@@ -178,7 +186,7 @@ def _launch(
         downs.factors,
         up.bias,
         down.bias,
-        *_exchange(device, top_k, downs.num_blocks, downs.num_rows, num_programs),
+        *exchange,
         out,
         gates.size,
         gates.num_rows,
@@ -191,7 +199,7 @@ def _launch(
         triton.cdiv(downs.num_first, _OCTET),
         OFFSET=offset,
         RENORMALISES=renormalises,
-        ALL_EXPERTS=all_experts,
+        ALL_EXPERTS=0 if exchange.logits is None else exchange.logits.shape[2],
         UP_ROUNDS=up_rounds,
         DOWN_ROUNDS=down_rounds,
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
@@ -1006,7 +1014,6 @@ def experts_one_kernel(
     norm_weight,
     router_weight,
     router_bias,
-    logits,
     num_hit,
     num_experts,
     eps,
@@ -1022,6 +1029,7 @@ def experts_one_kernel(
     places,
     partial,
     tickets,
+    logits,
     out,
     size,
     up_rows,
@@ -1052,11 +1060,10 @@ def experts_one_kernel(
         ids, shares: as in Routed; None: the kernel norms x and routes it, by what follows.
         residual, total, norm_weight, eps, OFFSET: as in DeferredNorm.
         router_weight, router_bias: as in RouterWeights.
-        logits: `logit_places`, and ALL_EXPERTS their last dimension.
         num_hit: see make_router_kernel.
         num_experts, scale, RENORMALISES: as in RoutingConfig.
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
-        places, partial, tickets: of Exchange.
+        places, partial, tickets, logits: of Exchange; ALL_EXPERTS: the last dimension of logits.
         up_first, down_first: rows of the first matrix.
         up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
         UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.

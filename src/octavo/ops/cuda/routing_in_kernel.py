@@ -33,17 +33,13 @@ parts [A, B] of A * B neighbouring elements each:
 where own is the number of the launch's buffer, and
     router, bias: as in RouterWeights; router is None in partitions that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
-    places: `logit_places`, and ALL their last dimension
+    places: int32 [2, *logit_shape], and ALL their last dimension; of launches that all route
     ids, shares: tuples of TOP_K numbers, experts and what their results are multiplied by
 """
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -64,13 +60,9 @@ def routes_in_kernel(router: RouterWeights, config: RoutingConfig, num_programs:
     return is_plain and router.correction is None and config.num_experts <= num_programs
 
 
-@cache
-def logit_places(device: torch.device, num_experts: int) -> Tensor:
-    """Through which logits come to all programs. For one stream."""
-    if device.type == "cuda":
-        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    shape = 2, _COPIES.value, max(32, power_of_2(num_experts))
-    return torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
+def logit_shape(num_experts: int) -> tuple[int, int]:
+    """Of a buffer of places, int32, which are EMPTY before its first launch."""
+    return _COPIES.value, max(32, power_of_2(num_experts))
 
 
 @gluon.jit
