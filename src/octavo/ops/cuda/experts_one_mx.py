@@ -173,6 +173,7 @@ def _launch(
 ) -> Tensor:
     gates, downs, device = up.tables, down.tables, source.x.device
     num_programs = num_sms(device)  # With more, some would wait for others that find no room.
+    assert top_k <= _TEAMS.value * num_programs, "each slot has a team at least"
     out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
     exchange = _exchange(
         device, top_k, downs.num_blocks, downs.num_rows, source.num_experts, num_programs
@@ -280,13 +281,21 @@ def _expert_of(experts, slot):
 
 
 @gluon.jit
-def _units_of(num_gates, TEAM: gl.constexpr):
-    """A team's first units of gates and of down projections, and how far its units are from each
-    other: units of both are counted together."""
-    step = _TEAMS * gl.num_programs(0)
-    first = gl.program_id(0) + TEAM * gl.num_programs(0)
-    own_gates = gl.cdiv(gl.maximum(num_gates - first, 0), step)
-    return first, first + own_gates * step - num_gates, step
+def _units_of(down_octets, TOP_K: gl.constexpr, TEAM: gl.constexpr):
+    """A team's first unit of gates, and how far they are from each other; and the same of its down
+    projections, before that where they end. All of them are of one slot, so that gates are taken in
+    once; those who have a unit of gates less have the first of them."""
+    num_teams = _TEAMS * gl.num_programs(0)
+    team = gl.program_id(0) + TEAM * gl.num_programs(0)
+    each = num_teams // TOP_K  # teams of a slot; others have none
+    slot = team % TOP_K
+    first = gl.where(
+        team < each * TOP_K,
+        slot * down_octets + each - 1 - team // TOP_K,
+        TOP_K * down_octets,
+    )
+    end = gl.minimum(slot + 1, TOP_K) * down_octets
+    return team, num_teams, first, end, each
 
 
 @gluon.jit
@@ -303,23 +312,24 @@ def _fetch_units(
     ring,
     stage,
     phase,
-    first,
+    units,
     slot,
     octet,
-    step,
     ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     """Load the words and shifts of a team's units of one projection; the next stage and phase.
 
+    units: the first one, where they end, and how far they are from each other.
     slot, octet: of the first unit.
     """
+    first, end, step = units
     words, shifts, octets, num_tiles = source
     tiles, shift_tiles, ready, free = ring
     STAGES: gl.constexpr = ready.shape[0]
     WARPS: gl.constexpr = words.block_type.shape[1]
     BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
-    for unit in range(first, len(experts) * octets, step):
+    for unit in range(first, end, step):
         tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
         octet = octet % _TILE_OCTETS
         for begin in gl.static_range(0, ROUNDS, SLOTS):
@@ -354,7 +364,9 @@ def _fetch(
     PDL: gl.constexpr,
 ):
     """The partition that loads a team's weights."""
-    first, first_down, step = _units_of(TOP_K * up[2], TEAM)
+    first, step, first_down, end_down, down_step = _units_of(down[2], TOP_K, TEAM)
+    units = (first, TOP_K * up[2], step)
+    down_units = (first_down, end_down, down_step)
     # The next loads depend on ids, and what can be is done before they are there.
     slot, octet = first // up[2], first % up[2]
     down_slot, down_octet = first_down // down[2], first_down % down[2]
@@ -362,19 +374,16 @@ def _fetch(
         tl.extra.cuda.gdc_wait()
     experts = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
     none = gl.to_tensor(0)
-    stage, phase = _fetch_units(
-        up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
-    )
+    stage, phase = _fetch_units(up, experts, ring, none, none, units, slot, octet, UP_ROUNDS, SLOTS)
     _fetch_units(
         down,
         experts,
         ring,
         stage,
         phase,
-        first_down,
+        down_units,
         down_slot,
         down_octet,
-        step,
         DOWN_ROUNDS,
         SLOTS,
     )
@@ -492,7 +501,7 @@ def _multiply(
         x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
     free = ring[3]
     num_gates = TOP_K * up_octets
-    first, first_down, step = _units_of(num_gates, TEAM)
+    first, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     scale = _prepare_inputs(
         source, size, x_tiles, launch, UP_ROUNDS, OFFSET, ALL_EXPERTS, TEAM, PDL
     )
@@ -501,13 +510,12 @@ def _multiply(
     phase = gl.to_tensor(0)
     inner = up_octets * _ROWS
     words_each = gl.cdiv(inner, _BLOCK) * (_BLOCK // 2)
-    num_downs = TOP_K * down_octets
+    slot = gl.minimum(first_down // down_octets, TOP_K - 1)
     found = _no_gates(DOWN_ROUNDS, BOUNDED)
     for unit in range(first, num_gates, step):
         is_second = unit % up_octets % 2 == 1
         if unit + step >= num_gates:  # Gates are asked for one unit ahead.
-            own_places = places + _own_buffer(launch) * (TOP_K * words_each)
-            own_places += gl.minimum(first_down, num_downs - 1) // down_octets * words_each
+            own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
             found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
@@ -515,22 +523,18 @@ def _multiply(
         _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
         stage, phase = _following(stage, phase, STAGES)
         turn += 1
-    places = places + _own_buffer(launch) * (TOP_K * words_each)
-    for unit in range(first_down, num_downs, step):
+    own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
+    while _lowest(found) == EMPTY:
+        found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+    if BOUNDED:
+        for i in gl.static_range(DOWN_ROUNDS):
+            x_words.index(i).store(found[i])
+        fence_async_shared()
+        _barrier()
+    else:
+        down_scale = _store_in_two(_pairs(found), x_tiles)
+    for unit in range(first_down, end_down, down_step):
         is_second = unit % down_octets % 2 == 1
-        while _lowest(found) == EMPTY:
-            own_places = places + unit // down_octets * words_each
-            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
-        if BOUNDED:
-            for i in gl.static_range(DOWN_ROUNDS):
-                x_words.index(i).store(found[i])
-            fence_async_shared()
-            _barrier()
-        else:
-            down_scale = _store_in_two(_pairs(found), x_tiles)
-        following = gl.minimum(unit + step, num_downs - 1)
-        next_places = places + following // down_octets * words_each
-        found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
         )
@@ -890,7 +894,6 @@ def _finish(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num_gates = TOP_K * up_octets
-    num_downs = TOP_K * down_octets
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     num_others = (TOP_K - 1) * down_rows
     ids, _weights, logits, num_experts, _scale, _choice = source
@@ -900,7 +903,7 @@ def _finish(
         if gl.program_id(0) == 0:
             gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
     experts = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
-    first_gate, first_down, step = _units_of(num_gates, TEAM)
+    first_gate, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
     factor, second_factor, shift, second_shift = _load_rows(
@@ -908,7 +911,7 @@ def _finish(
     )
     _fetch_rows(up_factors, up_bias, experts, first_gate, step, up_octets, up_rows, up_first)
     _fetch_rows(
-        down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
+        down_factors, down_bias, experts, first_down, down_step, down_octets, down_rows, down_first
     )
     if ids is not None and TEAM == 0:
         buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
@@ -937,9 +940,9 @@ def _finish(
     factor, second_factor, shift, second_shift = _load_rows(
         of_downs, first_down, down_octets, down_rows, down_first, OUT
     )
-    for unit in range(first_down, num_downs, step):
+    for unit in range(first_down, end_down, down_step):
         next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
-            of_downs, unit + step, down_octets, down_rows, down_first, OUT
+            of_downs, unit + down_step, down_octets, down_rows, down_first, OUT
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
