@@ -51,6 +51,7 @@ from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
     _fetch_tile,
+    prefetch,
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
@@ -60,10 +61,11 @@ from octavo.ops.cuda.routing_in_kernel import (
     announce_logit,
     choose,
     empty_logits,
-    load_early,
+    load_weights,
     logit_shape,
     make_choice,
     norm_row,
+    prefetch_weights,
     store_total,
     told,
     told_shares,
@@ -350,6 +352,7 @@ def _fetch_units(
 @gluon.jit
 def _fetch(
     source,
+    inputs,
     launch,
     up,
     down,
@@ -370,6 +373,8 @@ def _fetch(
     # The next loads depend on ids, and what can be is done before they are there.
     slot, octet = first // up[2], first % up[2]
     down_slot, down_octet = first_down // down[2], first_down % down[2]
+    if inputs[3] is not None and TEAM == 1:
+        prefetch_weights(inputs[3], inputs[5], inputs[7], inputs[9])
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
@@ -565,7 +570,7 @@ def _prepare_inputs(
 ):
     """Write the inputs, perhaps after their norm, in two e4m3 numbers each; as `_store_in_two`. One
     team's partition has the router's logit, too."""
-    x, residual, total, norm_weight, eps, router, bias, num_experts, places = source
+    x, residual, total, norm_weight, eps, router, bias, num_experts, places, _size = source
     WARPS: gl.constexpr = gl.num_warps()
     BY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     if norm_weight is None:
@@ -573,16 +578,17 @@ def _prepare_inputs(
             tl.extra.cuda.gdc_wait()
         parts = _load_inputs(x, size, ROUNDS)
     else:
-        own_router = router if TEAM == 0 else None
-        early = load_early(
-            norm_weight, own_router, bias, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
-        )
         if PDL:
             tl.extra.cuda.gdc_wait()
+        own_router = router if TEAM == 0 else None
+        expert, buffer = _told_ticket(launch)
+        weights = load_weights(
+            norm_weight, own_router, bias, expert, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
+        )
         norm = (x, residual, eps)
-        parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
+        parts, stream, logit = norm_row(norm, weights, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
         if TEAM == 0:
-            announce_logit(logit, places, _own_buffer(launch), num_experts, ALL_EXPERTS)
+            announce_logit(logit, places, buffer, expert, num_experts, ALL_EXPERTS)
             store_total(total, stream, size, ROUNDS, WARPS, _BLOCK, BY)
     return _store_in_two(parts, x_tiles)
 
@@ -764,30 +770,45 @@ def _sum_of_partial(words):
 
 
 @gluon.jit
-def _begin(places, partial, tickets, launch, words_all, partial_all):
-    """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
-    one."""
+def _take_ticket(tickets, launch, PDL: gl.constexpr):
+    """Find out which of both buffers the launch uses, and how many of its programs were before this
+    one, and tell it to the other partitions.
+
+    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
+    launch of this one may take tickets, when all programs have theirs.
+    """
     numbers, is_told = launch
-    num_programs = gl.num_programs(0)
+    all_programs = 2 * gl.num_programs(0)
+    ticket = _add(tickets, 1)
+    if ticket == all_programs - 1:  # All programs of both launches have theirs.
+        # The largest is the ticket: it is waited for, that is, until the counter is 0.
+        ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
+    if PDL and ticket >= 0:  # always: it is waited for
+        tl.extra.cuda.gdc_launch_dependents()
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
+    _barrier()
+    mbarrier.arrive(is_told.index(0), count=1)
+
+
+@gluon.jit
+def _add(counter, value):
+    """Add to a number in memory, by one lane of a single warp; what it was before."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     none = gl.zeros_like(lanes)
     first = lanes == 0
-    before = gl.atomic_add(tickets + none, none + 1, mask=first, sem="relaxed", scope="gpu")
-    ticket = gl.sum(gl.where(first, before, 0), 0)
-    own = (ticket >= num_programs).to(gl.int32)
-    if ticket == 2 * num_programs - 1:  # All programs of both launches have begun.
-        gl.store(tickets, 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.store(gl.zeros([1], gl.int32, ONE) + own)
-    _barrier()
-    mbarrier.arrive(is_told.index(0), count=1)
+    before = gl.atomic_add(counter + none, none + value, mask=first, sem="relaxed", scope="gpu")
+    return gl.sum(gl.where(first, before, 0), 0)
+
+
+@gluon.jit
+def _empty_other(places, own, words_all):
+    """Make all places EMPTY of the buffer that the launch does not use."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    empty = gl.zeros_like(lanes) + EMPTY
     others = places + (1 - own) * words_all
-    for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
-        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
-    others = partial + (1 - own) * partial_all
-    for start in range(gl.program_id(0) * 32, partial_all, num_programs * 32):
-        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < partial_all)
-    return own
+    for start in range(gl.program_id(0) * 32, words_all, gl.num_programs(0) * 32):
+        gl.store(others + start + lanes, empty, mask=start + lanes < words_all)
 
 
 @gluon.jit
@@ -822,12 +843,21 @@ def _store_words(words, places):
 
 
 @gluon.jit
-def _own_buffer(launch):
-    """Which of both buffers the launch uses, once `_begin` has told it."""
+def _told_ticket(launch):
+    """What `_take_ticket` has found, once it is told: the program's number, and the buffer's."""
     numbers, is_told = launch
     mbarrier.wait(is_told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.load(ONE), 0)
+    ticket = gl.max(numbers.load(ONE), 0)
+    buffer = (ticket >= gl.num_programs(0)).to(gl.int32)
+    return ticket - buffer * gl.num_programs(0), buffer
+
+
+@gluon.jit
+def _own_buffer(launch):
+    """Which of both buffers the launch uses."""
+    _number, buffer = _told_ticket(launch)
+    return buffer
 
 
 @gluon.jit
@@ -839,23 +869,11 @@ def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first
     expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
     own = expert.to(gl.int64) * num_rows + row
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
-    _prefetch(factors + own)
-    _prefetch(factors + second)
+    prefetch(factors + own)
+    prefetch(factors + second)
     if bias is not None:
-        _prefetch(bias + own)
-        _prefetch(bias + second)
-
-
-@gluon.jit
-def _prefetch(places):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        prefetch(bias + own)
+        prefetch(bias + second)
 
 
 @gluon.jit
@@ -891,17 +909,23 @@ def _finish(
     up_octets, up_rows, up_first = up
     down_octets, down_rows, down_first = down
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     num_gates = TOP_K * up_octets
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     num_others = (TOP_K - 1) * down_rows
     ids, _weights, logits, num_experts, _scale, _choice = source
-    if ids is None and TEAM == 0:  # Logits wait for the number of the buffer.
-        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
-        empty_logits(logits, buffer, num_experts, ALL_EXPERTS)
-        if gl.program_id(0) == 0:
-            gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
+    if TEAM == 0:
+        _take_ticket(tickets, launch, PDL)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    number, buffer = _told_ticket(launch)
+    if TEAM == 0:
+        _empty_other(places, buffer, TOP_K * words_each)
+        _empty_other(partial, buffer, num_others)
+        if ids is None:
+            empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
+            if number == 0:
+                count = gl.to_tensor(TOP_K).to(gl.int64)
+                gl.atomic_add(num_hit, count, sem="relaxed", scope="gpu")
     experts = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
     first_gate, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     of_gates = (up_factors, up_bias, experts)
@@ -913,10 +937,6 @@ def _finish(
     _fetch_rows(
         down_factors, down_bias, experts, first_down, down_step, down_octets, down_rows, down_first
     )
-    if ids is not None and TEAM == 0:
-        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
-    elif TEAM == 1:
-        buffer = _own_buffer(launch)
     _keep_shares(source, own_shares, TOP_K, RENORMALISES)
     own_places = places + buffer * (TOP_K * words_each)
     own_partial = partial + buffer * num_others
@@ -1089,8 +1109,6 @@ def experts_one_kernel(
     if ids is None:
         choice = make_choice(TOP_K)
     fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     launch = (numbers, is_told)
     inputs = (
         x,
@@ -1102,6 +1120,7 @@ def experts_one_kernel(
         router_bias,
         num_experts,
         logits,
+        size,
     )
     source = (ids, shares, logits, num_experts, scale, choice)
     own_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
@@ -1160,6 +1179,7 @@ def experts_one_kernel(
                 _fetch,
                 (
                     source,
+                    inputs,
                     launch,
                     up,
                     down,
@@ -1178,6 +1198,7 @@ def experts_one_kernel(
                 _fetch,
                 (
                     source,
+                    inputs,
                     launch,
                     up,
                     down,
