@@ -19,6 +19,8 @@ so scales are loaded before, those of all of a program's units.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.claims import claimed, make_claims, tell
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.experts_one_mx import (
     EMPTY,
@@ -39,7 +42,6 @@ from octavo.ops.cuda.experts_one_mx import (
     _exchange,
     _expert_of,
     _following,
-    _load_ids,
     _lowest,
     _own_buffer,
     _store_words,
@@ -61,27 +63,33 @@ _PIECE = tl.constexpr(BLOCK)  # inputs, and bytes of e4m3
 _ROWS = tl.constexpr(8)  # of each of two tiles in a stage
 _FOLD = tl.constexpr(8)  # pieces of each row
 _WORDS = tl.constexpr(BLOCK // 2)  # of two bfloat16 each, of a piece
-_CHUNK = tl.constexpr(128)  # scales that a warp loads together
+_SCALES = tl.constexpr(32)  # that are fetched for a tile, of which 8 are used
+_SLOTS = tl.constexpr(32)  # at least as many as experts of a token
+_CLAIMS = tl.constexpr(16)  # more than stages
 _OUTPUTS = 2 * _ROWS.value  # of a unit
-_STAGES = 7
-_STAGE_BYTES = 2 * _ROWS.value * _FOLD.value * BLOCK
+_STAGES = 5
+_STAGE_BYTES = 2 * _ROWS.value * _FOLD.value * BLOCK + 2 * 4 * _SCALES.value
 _INPUT_BYTES = 2 * _FOLD.value * BLOCK  # of a block of 8 pieces
 _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
+_MOST_AT_ONCE = 16  # blocks of gates that are asked for together
+_OWN = 2
 
 
 def takes_one(
     x: Tensor, up: ExpertMatrices, down: ExpertMatrices, top_k: int, *, has_bias: bool
 ) -> bool:
     """Whether the kernel computes these experts for x [1, size]."""
-    if has_bias or x.dtype != torch.bfloat16:
+    if has_bias or x.dtype != torch.bfloat16 or top_k > _SLOTS.value:
         return False
     for each in (up, down):
-        if each.format != Format.FLOAT8 or each.size % BLOCK or each.num_rows % _OUTPUTS:
+        if each.format != Format.FLOAT8 or each.size % BLOCK:
             return False
-        if each.scale_columns and each.scale_rows % _OUTPUTS:
+        if each.scale_columns not in (0, BLOCK):
             return False
-    return _memory(up, down, top_k, num_sms(x.device)) <= _SHARED_MEMORY
+        if each.scale_rows % _OUTPUTS and (each.scale_rows > 1 or each.scale_columns):
+            return False
+    return _memory(up, down, top_k) <= _SHARED_MEMORY
 
 
 def _blocks(matrices: ExpertMatrices) -> int:
@@ -89,21 +97,18 @@ def _blocks(matrices: ExpertMatrices) -> int:
     return triton.cdiv(matrices.size, _FOLD.value * BLOCK)
 
 
-def _chunks(up: ExpertMatrices, down: ExpertMatrices, top_k: int, programs: int) -> tuple[int, int]:
-    """Scales that a program needs at most, of each projection."""
-    gates = triton.cdiv(top_k * (down.size // _ROWS.value), programs)
-    outputs = triton.cdiv(down.num_rows // _OUTPUTS, programs)
-    of_gates = 2 * _ROWS.value * (_blocks(up) if up.scale_columns else 1)
-    of_outputs = top_k * _ROWS.value * (_blocks(down) if down.scale_columns else 2)
-    chunk = _CHUNK.value
-    return triton.cdiv(gates * of_gates, chunk), triton.cdiv(outputs * of_outputs, chunk)
-
-
-def _memory(up: ExpertMatrices, down: ExpertMatrices, top_k: int, programs: int) -> int:
+def _memory(up: ExpertMatrices, down: ExpertMatrices, top_k: int) -> int:
     """Bytes of shared memory."""
     inputs = (_blocks(up) + top_k * _blocks(down)) * _INPUT_BYTES
-    scales = 4 * _CHUNK.value * sum(_chunks(up, down, top_k, programs))
-    return _STAGES * _STAGE_BYTES + inputs + scales + 1024
+    return _STAGES * _STAGE_BYTES + inputs + 2048
+
+
+@cache
+def _counter(device: torch.device) -> Tensor:
+    """Of claims; 0 between kernels. For one stream."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def mix_one_float8(
@@ -114,15 +119,15 @@ def mix_one_float8(
     assert down.scales is not None
     top_k, size = routed.ids.shape[1], x.shape[1]
     num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
-    up_chunks, down_chunks = _chunks(up, down, top_k, num_programs)
     out = x.new_empty((1, size))
     experts_one_float8_kernel[(num_programs,)](
         x.view(torch.int32),
         _descriptor(up),
         _descriptor(down),
-        up.scales,
-        down.scales,
+        _scale_descriptor(up.scales),
+        _scale_descriptor(down.scales),
         *_exchange(x.device, top_k, down.size // BLOCK, num_programs),
+        _counter(x.device),
         out,
         routed.ids,
         routed.weights,
@@ -134,12 +139,12 @@ def mix_one_float8(
         down.scales.shape[2],
         UP_BLOCKS=_blocks(up),
         DOWN_BLOCKS=_blocks(down),
-        UP_CHUNKS=up_chunks,
-        DOWN_CHUNKS=down_chunks,
         SCALE_ROWS=(up.scale_rows, down.scale_rows),
         SCALE_COLUMNS=(up.scale_columns, down.scale_columns),
         STAGES=_STAGES,
         TOP_K=top_k,
+        AT_ONCE=top_k * _blocks(down) <= _MOST_AT_ONCE,
+        OWN=_OWN,
         EPILOGUE=int(epilogue),
         num_warps=4,
         maxnreg=_REGISTERS,
@@ -154,24 +159,70 @@ def _descriptor(matrices: ExpertMatrices) -> object:
     return swizzled_descriptor(pieces, [_ROWS.value, _FOLD.value, BLOCK], 128)
 
 
-@gluon.jit
-def _units_of(num_gates):
-    """A program's first units of gates and of outputs: both are counted together, so that who has
-    fewer of the ones is the first to get others."""
-    step = gl.num_programs(0)
-    own_gates = gl.cdiv(num_gates - gl.program_id(0), step)
-    return gl.program_id(0), gl.program_id(0) + own_gates * step - num_gates
+def _scale_descriptor(scales: Tensor) -> object:
+    """For TMA: 128 bytes of scales, more than a tile has."""
+    size = scales.numel()
+    row = scales.as_strided((1, size), (size + -size % 4, 1))  # TMA wants steps of 16 bytes
+    return swizzled_descriptor(row, [1, _SCALES.value], 0)
 
 
 @gluon.jit
-def _fetch_stage(weight, ring, stage, phase, row, second_row, block):
-    """Load a block of 8 rows, and of another 8."""
-    tiles, _left, ready, free = ring
+def _scales_of(row, block, num_scales, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
+    """Where an expert's scales of 8 rows, or of the pieces of a block, begin."""
+    place = row // SCALE_ROWS * num_scales
+    if SCALE_COLUMNS > 0:
+        place += block * _FOLD
+    return place
+
+
+@gluon.jit
+def _fetch_stage(
+    source,
+    ring,
+    stage,
+    phase,
+    expert,
+    row,
+    second_row,
+    block,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
+):
+    """Load a block of 8 rows of an expert, and of another 8, and their scales."""
+    weight, scales, num_rows, stride, num_scales = source
+    tiles, _left, scale_tiles, _numbers, ready, free = ring
     mbarrier.wait(free.index(stage), 1 - phase)
     bar = ready.index(stage)
-    mbarrier.expect(bar, 2 * weight.block_type.nbytes)
-    _fetch_tile(weight, [row, block * _FOLD, 0], bar, tiles.index(2 * stage))
-    _fetch_tile(weight, [second_row, block * _FOLD, 0], bar, tiles.index(2 * stage + 1))
+    mbarrier.expect(bar, 2 * (weight.block_type.nbytes + scales.block_type.nbytes))
+    first = expert * num_rows
+    _fetch_tile(weight, [first + row, block * _FOLD, 0], bar, tiles.index(2 * stage))
+    _fetch_tile(weight, [first + second_row, block * _FOLD, 0], bar, tiles.index(2 * stage + 1))
+    first = expert * stride
+    own = first + _scales_of(row, block, num_scales, SCALE_ROWS, SCALE_COLUMNS)
+    _fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage))
+    own = first + _scales_of(second_row, block, num_scales, SCALE_ROWS, SCALE_COLUMNS)
+    _fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage + 1))
+
+
+@gluon.jit
+def _load_experts(ids, TOP_K: gl.constexpr):
+    """By one load: with one for each expert, all programs read the same line many times."""
+    slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
+    experts = ()
+    for i in gl.static_range(TOP_K):
+        experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
+    return experts
+
+
+@gluon.jit
+def _claim(counter):
+    """The next number of a counter, in one lane; the others have 0."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    none = gl.zeros_like(lanes)
+    first = lanes == 0
+    before = gl.atomic_add(counter + none, none + 1, mask=first, sem="relaxed", scope="gpu")
+    return gl.where(first, before, 0)
 
 
 @gluon.jit
@@ -180,113 +231,91 @@ def _fetch(
     up,
     down,
     ring,
+    claims,
+    counter,
+    near,
     size,
     inner,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr,
+    OWN: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that loads weights."""
-    STAGES: gl.constexpr = ring[2].shape[0]
+    """The partition that loads weights, a single warp: of units of gates that it claims."""
+    STAGES: gl.constexpr = ring[4].shape[0]
     octets = inner // _ROWS
     num_gates = TOP_K * octets
-    first, first_output = _units_of(num_gates)
+    num_programs = gl.num_programs(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
-    for unit in range(first, num_gates, gl.num_programs(0)):
-        row = _expert_of(experts, unit // octets) * (2 * inner) + unit % octets * _ROWS
+    experts = _load_experts(ids, TOP_K)
+    claim = _claim(counter)
+    # Each program claims once in vain: who has the last claim of all makes the counter 0 again.
+    last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
+    turn = gl.to_tensor(0)
+    unit = gl.program_id(0)
+    while unit < num_gates:
+        tell(claims, turn, unit)
+        expert = _expert_of(experts, unit // octets)
+        row = unit % octets * _ROWS
         for block in range(UP_BLOCKS):
-            _fetch_stage(up, ring, stage, phase, row, row + inner, block)
+            _fetch_stage(
+                up,
+                ring,
+                stage,
+                phase,
+                expert,
+                row,
+                row + inner,
+                block,
+                SCALE_ROWS[0],
+                SCALE_COLUMNS[0],
+            )
             stage, phase = _following(stage, phase, STAGES)
-    for unit in range(first_output, size // (2 * _ROWS), gl.num_programs(0)):
+        turn += 1
+        unit += num_programs
+        if turn >= OWN:
+            number = gl.sum(claim, 0)
+            unit = OWN * num_programs + number
+            if unit < num_gates:
+                claim = _claim(counter)
+            if number == last_claim:
+                gl.store(counter, 0)
+    if (turn < OWN) & (gl.sum(claim, 0) == last_claim):
+        gl.store(counter, 0)
+    tell(claims, turn, num_gates)
+    mbarrier.arrive(near.index(0), count=1)
+    for unit in range(gl.program_id(0), size // (2 * _ROWS), num_programs):
+        row = unit * (2 * _ROWS)
         for slot in range(TOP_K):
-            row = _expert_of(experts, slot) * size + unit * (2 * _ROWS)
+            expert = _expert_of(experts, slot)
             for block in range(DOWN_BLOCKS):
-                _fetch_stage(down, ring, stage, phase, row, row + _ROWS, block)
+                _fetch_stage(
+                    down,
+                    ring,
+                    stage,
+                    phase,
+                    expert,
+                    row,
+                    row + _ROWS,
+                    block,
+                    SCALE_ROWS[1],
+                    SCALE_COLUMNS[1],
+                )
                 stage, phase = _following(stage, phase, STAGES)
 
 
 @gluon.jit
-def _prepare(
-    ids,
-    shares,
-    up_scales,
-    down_scales,
-    table,
-    has_scales,
-    places,
-    tickets,
-    launch,
-    size,
-    inner,
-    UP_BLOCKS: gl.constexpr,
-    DOWN_BLOCKS: gl.constexpr,
-    UP_CHUNKS: gl.constexpr,
-    DOWN_CHUNKS: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
-    TOP_K: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """The partition that loads the scales of all of a program's units, a single warp.
-
-    Of a unit of gates: those of 8 gates and of 8 ups, or of all pieces of each; of a unit of
-    outputs, for each expert and times its share: those of 16 rows, or of all pieces.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    octets = inner // _ROWS
-    num_gates = TOP_K * octets
-    first, first_output = _units_of(num_gates)
-    lanes = gl.arange(0, _CHUNK, layout=LAYOUT)
+def _take_turns(places, tickets, launch, inner, TOP_K: gl.constexpr, PDL: gl.constexpr):
+    """The partition that finds which of both buffers of gates the launch uses, a single warp."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
-    pointer, stride, num_scales = up_scales
-    HALF: gl.constexpr = _ROWS * UP_BLOCKS if SCALE_COLUMNS[0] > 0 else _ROWS
-    found = ()
-    for chunk in gl.static_range(UP_CHUNKS):
-        index = chunk * _CHUNK + lanes
-        unit = first + index // (2 * HALF) * gl.num_programs(0)
-        unit = gl.minimum(unit, num_gates - 1)
-        row = unit % octets * _ROWS + index // HALF % 2 * inner
-        expert = _expert_of(experts, unit // octets).to(gl.int64)
-        place = _scale_of(row, index % HALF, num_scales, SCALE_ROWS[0], SCALE_COLUMNS[0])
-        scale = gl.load(pointer + expert * stride + place)
-        found += (scale,)  # type: ignore[assignment]
-    pointer, stride, num_scales = down_scales
-    EACH: gl.constexpr = _ROWS * DOWN_BLOCKS if SCALE_COLUMNS[1] > 0 else 2 * _ROWS
-    for chunk in gl.static_range(DOWN_CHUNKS):
-        index = chunk * _CHUNK + lanes
-        unit = first_output + index // (TOP_K * EACH) * gl.num_programs(0)
-        unit = gl.minimum(unit, size // (2 * _ROWS) - 1)
-        slot = index // EACH % TOP_K
-        expert = _expert_of(experts, slot).to(gl.int64)
-        place = _scale_of(
-            unit * (2 * _ROWS), index % EACH, num_scales, SCALE_ROWS[1], SCALE_COLUMNS[1]
-        )
-        share = gl.load(shares + slot, cache_modifier=".cg")
-        scale = gl.load(pointer + expert * stride + place)
-        found += (scale * share,)  # type: ignore[assignment]
-    for chunk in gl.static_range(UP_CHUNKS + DOWN_CHUNKS):
-        table.index(chunk).store(found[chunk])
-    _barrier()
-    mbarrier.arrive(has_scales.index(0), count=1)
     _begin(places, tickets, launch, TOP_K * (inner // 2))
-
-
-@gluon.jit
-def _scale_of(row, i, num_scales, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
-    """Where, of an expert's scales, that of row `row + i` is, or that of a row's piece i."""
-    if SCALE_COLUMNS > 0:
-        place = row // SCALE_ROWS * num_scales
-        place += gl.minimum(i * _PIECE // SCALE_COLUMNS, num_scales - 1)
-    else:
-        place = (row + i) // SCALE_ROWS
-    return place
 
 
 @gluon.jit
@@ -303,9 +332,9 @@ def _load_words(source, num_words, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _give(words, inputs, first, scales, given, i):
+def _give(words, share, inputs, first, scales, given, i):
     """Write pairs of bfloat16 as two e4m3 numbers each, from block `first` of the inputs on, and
-    what products with each piece are to be multiplied by."""
+    what products with each piece are to be multiplied by, times `share`."""
     x_tiles, x_scales = inputs, scales
     blocks = ()
     for block in gl.static_range(len(words)):
@@ -321,58 +350,121 @@ def _give(words, inputs, first, scales, given, i):
         high, low = in_two(blocks[block] * factor[:, None])
         both = gl.join(high, low).permute((0, 2, 1)).reshape([2 * _FOLD, _PIECE])
         x_tiles.index(first + block).store(both)
-    x_scales.index(i).store(scale)
+    x_scales.index(i).store(scale * share)
     fence_async_shared()
     _barrier()
     mbarrier.arrive(given.index(i), count=1)
 
 
 @gluon.jit
+def _load_gates(
+    found, places, num_words, BLOCKS: gl.constexpr, TOP_K: gl.constexpr, FROM: gl.constexpr
+):
+    """The places of all slots from FROM on, as they are now; of others what was found."""
+    kept = ()
+    for slot in gl.static_range(TOP_K):
+        if slot < FROM:
+            for i in gl.static_range(BLOCKS):
+                kept += (found[slot * BLOCKS + i],)  # type: ignore[assignment]
+        else:
+            words = _load_words(places + slot * num_words, num_words, BLOCKS)
+            for i in gl.static_range(BLOCKS):
+                kept += (words[i],)  # type: ignore[assignment]
+    return kept
+
+
+@gluon.jit
+def _of_slot(found, SLOT: gl.constexpr, BLOCKS: gl.constexpr):
+    own = ()
+    for i in gl.static_range(BLOCKS):
+        own += (found[SLOT * BLOCKS + i],)  # type: ignore[assignment]
+    return own
+
+
+@gluon.jit
 def _take_in(
     x,
+    shares,
     places,
     launch,
     inputs,
     scales,
     given,
+    near,
     size,
     inner,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
     TOP_K: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that makes two e4m3 numbers of each input: of x, then of each expert's
-    gates."""
+    gates, times its share."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    _give(_load_words(x, size // 2, UP_BLOCKS), inputs, 0, scales, given, 0)
+    _give(_load_words(x, size // 2, UP_BLOCKS), 1.0, inputs, 0, scales, given, 0)
+    lane = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    own_shares = gl.load(shares + lane, mask=lane < TOP_K, other=0.0, cache_modifier=".cg")
     num_words = inner // 2
     places = places + _own_buffer(launch) * (TOP_K * num_words)
-    for slot in range(TOP_K):
-        found = _load_words(places + slot * num_words, num_words, DOWN_BLOCKS)
-        while _lowest(found) == EMPTY:
+    mbarrier.wait(near.index(0), 0)
+    if AT_ONCE:
+        found = _load_gates((), places, num_words, DOWN_BLOCKS, TOP_K, 0)
+        for slot in gl.static_range(TOP_K):
+            while _lowest(_of_slot(found, slot, DOWN_BLOCKS)) == EMPTY:
+                found = _load_gates(found, places, num_words, DOWN_BLOCKS, TOP_K, slot)
+            share = gl.sum(gl.where(lane == slot, own_shares, 0.0), 0)
+            own = _of_slot(found, slot, DOWN_BLOCKS)
+            _give(own, share, inputs, UP_BLOCKS + slot * DOWN_BLOCKS, scales, given, 1 + slot)
+    else:
+        for slot in range(TOP_K):
+            share = gl.sum(gl.where(lane == slot, own_shares, 0.0), 0)
             found = _load_words(places + slot * num_words, num_words, DOWN_BLOCKS)
-        _give(found, inputs, UP_BLOCKS + slot * DOWN_BLOCKS, scales, given, 1 + slot)
+            while _lowest(found) == EMPTY:
+                found = _load_words(places + slot * num_words, num_words, DOWN_BLOCKS)
+            _give(found, share, inputs, UP_BLOCKS + slot * DOWN_BLOCKS, scales, given, 1 + slot)
 
 
 @gluon.jit
-def _multiply_stage(ring, stage, phase, inputs):
-    """Products of both tiles of a stage with a block of inputs, [8 rows, 8 pieces, 16] each."""
-    _tiles, left, ready, free = ring
+def _multiply_stage(
+    ring, stage, phase, inputs, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr
+):
+    """Products of both tiles of a stage with a block of inputs, times their scales: [8 rows, 8
+    pieces, 16] each."""
+    _tiles, left, _scale_tiles, numbers, ready, free = ring
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * _FOLD, 32]
     )
+    SHAPE: gl.constexpr = [_ROWS, _FOLD, 2 * _FOLD]
     none = gl.zeros([_ROWS * _FOLD, 2 * _FOLD], gl.float32, SUMS)
     mbarrier.wait(ready.index(stage), phase)
     right = inputs.permute((1, 0))
     first = warpgroup_mma(left.index(2 * stage), right, none, is_async=True)
     second = warpgroup_mma(left.index(2 * stage + 1), right, none, is_async=True)
+    like = none.reshape(SHAPE)
+    place = 2 * stage * (_SCALES // 8)
+    factor = _scale(numbers.index(place), like, SCALE_ROWS, SCALE_COLUMNS)
+    second_factor = _scale(numbers.index(place + _SCALES // 8), like, SCALE_ROWS, SCALE_COLUMNS)
     first, second = warpgroup_mma_wait(0, deps=[first, second])
     _barrier()
     mbarrier.arrive(free.index(stage), count=1)
-    SHAPE: gl.constexpr = [_ROWS, _FOLD, 2 * _FOLD]
-    return first.reshape(SHAPE), second.reshape(SHAPE)
+    return first.reshape(SHAPE) * factor, second.reshape(SHAPE) * second_factor
+
+
+@gluon.jit
+def _scale(numbers, like, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr):
+    """A tile's scales, of 8 in shared memory."""
+    if SCALE_COLUMNS > 0:
+        scale = _of_pieces(numbers, like)
+    elif SCALE_ROWS == 1:
+        scale = _of_rows(numbers, like)
+    else:  # The first one is that of all rows.
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+        found = numbers.load(LAYOUT)
+        first = gl.arange(0, _ROWS, layout=LAYOUT) == 0
+        scale = gl.sum(gl.where(first, found, 0.0), 0)
+    return scale
 
 
 @gluon.jit
@@ -422,86 +514,64 @@ def _multiply(
     places,
     launch,
     ring,
+    claims,
     inputs,
     scales,
     given,
-    table,
-    has_scales,
     size,
     inner,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
-    FIRST: gl.constexpr,
-    UP_GROUPS: gl.constexpr,
-    DOWN_GROUPS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
 ):
-    """The partition that multiplies, and stores gates and outputs.
-
-    table: eight scales each, those of outputs from FIRST on.
-    UP_GROUPS, DOWN_GROUPS: whether pieces of a row have scales, not rows.
-    """
-    STAGES: gl.constexpr = ring[2].shape[0]
-    octets = inner // _ROWS
-    num_gates = TOP_K * octets
-    first_gate, first_output = _units_of(num_gates)
+    """The partition that multiplies, and stores gates and outputs."""
+    STAGES: gl.constexpr = ring[4].shape[0]
+    num_gates = TOP_K * (inner // _ROWS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(given.index(0), 0)
-    mbarrier.wait(has_scales.index(0), 0)
     places = places + _own_buffer(launch) * (num_gates * (_ROWS // 2))
-    entry = gl.to_tensor(0)
-    for unit in range(first_gate, num_gates, gl.num_programs(0)):
+    turn = gl.to_tensor(0)
+    unit = claimed(claims, turn)
+    while unit < num_gates:
         gates = _no_sums()
         ups = _no_sums()
         for block in range(UP_BLOCKS):
-            gate, up = _multiply_stage(ring, stage, phase, inputs.index(block))
+            gate, up = _multiply_stage(
+                ring, stage, phase, inputs.index(block), SCALE_ROWS[0], SCALE_COLUMNS[0]
+            )
             stage, phase = _following(stage, phase, STAGES)
-            if UP_GROUPS:
-                gates += gate * _of_pieces(table.index(entry + block), gate)
-                ups += up * _of_pieces(table.index(entry + UP_BLOCKS + block), up)
-            else:
-                gates += gate
-                ups += up
+            gates += gate
+            ups += up
         x_scale = _of_pieces(scales.index(0), gates)
-        gates = gates * x_scale
-        ups = ups * x_scale
-        if not UP_GROUPS:
-            gates = gates * _of_rows(table.index(entry), gates)
-            ups = ups * _of_rows(table.index(entry + 1), ups)
-        entry += 2 * UP_BLOCKS if UP_GROUPS else 2
-        result = _activate_gated(_totals(gates), _totals(ups), EPILOGUE)
+        result = _activate_gated(_totals(gates * x_scale), _totals(ups * x_scale), EPILOGUE)
         _announce(result, places + unit * (_ROWS // 2))
-    entry = gl.to_tensor(FIRST)
-    for unit in range(first_output, size // (2 * _ROWS), gl.num_programs(0)):
+        turn += 1
+        unit = claimed(claims, turn)
+    for unit in range(gl.program_id(0), size // (2 * _ROWS), gl.num_programs(0)):
         sums = _no_sums()
         second_sums = _no_sums()
         for slot in range(TOP_K):
             mbarrier.wait(given.index(1 + slot), 0)
             x_scale = _of_pieces(scales.index(1 + slot), sums)
-            factor = x_scale
-            second_factor = x_scale
-            if not DOWN_GROUPS:
-                factor = x_scale * _of_rows(table.index(entry), sums)
-                second_factor = x_scale * _of_rows(table.index(entry + 1), sums)
             for block in range(DOWN_BLOCKS):
                 place = UP_BLOCKS + slot * DOWN_BLOCKS + block
-                first, second = _multiply_stage(ring, stage, phase, inputs.index(place))
+                first, second = _multiply_stage(
+                    ring, stage, phase, inputs.index(place), SCALE_ROWS[1], SCALE_COLUMNS[1]
+                )
                 stage, phase = _following(stage, phase, STAGES)
-                if DOWN_GROUPS:
-                    factor = x_scale * _of_pieces(table.index(entry + block), sums)
-                    second_factor = factor
-                sums += first * factor
-                second_sums += second * second_factor
-            entry += DOWN_BLOCKS if DOWN_GROUPS else 2
+                sums += first * x_scale
+                second_sums += second * x_scale
         result = _totals(sums)
         rows = unit * (2 * _ROWS) + gl.arange(0, _ROWS, layout=result.type.layout)
         gl.store(out + rows, result.to(out.dtype.element_ty))
         gl.store(out + _ROWS + rows, _totals(second_sums).to(out.dtype.element_ty))
 
 
-@gluon.jit(do_not_specialize=["up_stride", "down_stride"])
+@gluon.jit
 def experts_one_float8_kernel(
     x,
     up,
@@ -510,6 +580,7 @@ def experts_one_float8_kernel(
     down_scales,
     places,
     tickets,
+    counter,
     out,
     ids,
     shares,
@@ -521,12 +592,12 @@ def experts_one_float8_kernel(
     down_num_scales,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
-    UP_CHUNKS: gl.constexpr,
-    DOWN_CHUNKS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    OWN: gl.constexpr,
     EPILOGUE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -536,48 +607,50 @@ def experts_one_float8_kernel(
         x: int32 [size / 2], pairs of bfloat16.
         up, down: descriptors of rows [pieces, 128], of an expert's 2 `inner` gates and ups with
             `size` inputs, and of its `size` outputs with `inner` inputs.
-        up_scales, down_scales: of ExpertMatrices.
+        up_scales, down_scales: descriptors of ExpertMatrices' scales, in one row.
         places, tickets: of experts_one_mx.py's Exchange; gates are pairs of bfloat16.
+        counter: of claims, 0.
         up_stride, down_stride: from an expert's scales to the next one's.
         up_num_scales, down_num_scales: scales of a row, or of a row of blocks.
         UP_BLOCKS, DOWN_BLOCKS: blocks of 8 pieces, of a row.
-        UP_CHUNKS, DOWN_CHUNKS: of a program's scales.
         SCALE_ROWS, SCALE_COLUMNS: of ExpertMatrices, for up and down.
+        AT_ONCE: whether the gates of all experts are asked for at once.
+        OWN: units of gates of each program that it does not claim.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WHOLE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     INPUTS: gl.constexpr = UP_BLOCKS + TOP_K * DOWN_BLOCKS
-    CHUNKS: gl.constexpr = UP_CHUNKS + DOWN_CHUNKS
     tiles = gl.allocate_shared_memory(up.dtype, [2 * STAGES, _ROWS, _FOLD, _PIECE], up.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [INPUTS, 2 * _FOLD, _PIECE], WHOLE)
+    scale_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, _SCALES], up_scales.layout)
     scales = gl.allocate_shared_memory(gl.float32, [1 + TOP_K, _FOLD], FLAT)
-    table = gl.allocate_shared_memory(gl.float32, [CHUNKS, _CHUNK], FLAT)
     LEFT: gl.constexpr = [2 * STAGES, _ROWS * _FOLD, _PIECE]
-    ENTRIES: gl.constexpr = [CHUNKS * _CHUNK // 8, 8]
+    NUMBERS: gl.constexpr = [2 * STAGES * _SCALES // 8, 8]
     if _IS_PUBLIC:
         left = tiles.reinterpret(gl.float8e4nv, LEFT, WHOLE)
-        entries = table.reinterpret(gl.float32, ENTRIES, FLAT)
+        numbers = scale_tiles.reinterpret(gl.float32, NUMBERS, FLAT)
     else:
         left = tiles._reinterpret(gl.float8e4nv, LEFT, WHOLE)
-        entries = table._reinterpret(gl.float32, ENTRIES, FLAT)
+        numbers = scale_tiles._reinterpret(gl.float32, NUMBERS, FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [1 + TOP_K, 1], mbarrier.MBarrierLayout())
-    has_scales = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    near = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    buffer = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    claims = make_claims(_CLAIMS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     for i in gl.static_range(1 + TOP_K):
         mbarrier.init(given.index(i), count=1)
-    mbarrier.init(has_scales.index(0), count=1)
+    mbarrier.init(near.index(0), count=1)
     mbarrier.init(told.index(0), count=1)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    ring = (tiles, left, ready, free)
-    launch = (numbers, told)
+    ring = (tiles, left, scale_tiles, numbers, ready, free)
+    launch = (buffer, told)
     gl.warp_specialize(
         [
             (
@@ -587,18 +660,16 @@ def experts_one_float8_kernel(
                     places,
                     launch,
                     ring,
+                    claims,
                     inputs,
                     scales,
                     given,
-                    entries,
-                    has_scales,
                     size,
                     inner,
                     UP_BLOCKS,
                     DOWN_BLOCKS,
-                    UP_CHUNKS * _CHUNK // 8,
-                    SCALE_COLUMNS[0] > 0,
-                    SCALE_COLUMNS[1] > 0,
+                    SCALE_ROWS,
+                    SCALE_COLUMNS,
                     TOP_K,
                     EPILOGUE,
                 ),
@@ -607,16 +678,19 @@ def experts_one_float8_kernel(
                 _take_in,
                 (
                     x,
+                    shares,
                     places,
                     launch,
                     inputs,
                     scales,
                     given,
+                    near,
                     size,
                     inner,
                     UP_BLOCKS,
                     DOWN_BLOCKS,
                     TOP_K,
+                    AT_ONCE,
                     PDL,
                 ),
             ),
@@ -624,42 +698,35 @@ def experts_one_float8_kernel(
                 _fetch,
                 (
                     ids,
-                    up,
-                    down,
+                    (up, up_scales, 2 * inner, up_stride, up_num_scales),
+                    (down, down_scales, size, down_stride, down_num_scales),
                     ring,
+                    claims,
+                    counter,
+                    near,
                     size,
                     inner,
                     UP_BLOCKS,
                     DOWN_BLOCKS,
+                    SCALE_ROWS,
+                    SCALE_COLUMNS,
                     TOP_K,
+                    OWN,
                     PDL,
                 ),
             ),
             (
-                _prepare,
+                _take_turns,
                 (
-                    ids,
-                    shares,
-                    (up_scales, up_stride, up_num_scales),
-                    (down_scales, down_stride, down_num_scales),
-                    table,
-                    has_scales,
                     places,
                     tickets,
                     launch,
-                    size,
                     inner,
-                    UP_BLOCKS,
-                    DOWN_BLOCKS,
-                    UP_CHUNKS,
-                    DOWN_CHUNKS,
-                    SCALE_ROWS,
-                    SCALE_COLUMNS,
                     TOP_K,
                     PDL,
                 ),
             ),
         ],
         [4, 1, 1],
-        [112, 32, 64],
+        [128, 48, 48],
     )
