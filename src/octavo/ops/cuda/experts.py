@@ -52,7 +52,7 @@ from octavo.ops.cuda.expert_weights import (
 )
 from octavo.ops.cuda.experts_hopper import ROWS, grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
-from octavo.ops.cuda.experts_one_float8 import mix_one_float8, takes_one
+from octavo.ops.cuda.experts_one_float8 import Float8Projection, mix_one_float8, takes_one
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
@@ -81,6 +81,12 @@ class CudaExperts:
         self._up, self._down = up, down
         self._biases = biases
         self._epilogue = epilogue
+        # For one token on Hopper GPUs; None: other kernels compute it.
+        self._one_float8: tuple[Float8Projection, Float8Projection] | None = None
+        if _is_on_hopper(up.values.device) and biases == (None, None):
+            one = Float8Projection.of(up), Float8Projection.of(down)
+            if one[0] is not None and one[1] is not None:
+                self._one_float8 = one[0], one[1]
 
     @classmethod
     def of(
@@ -102,9 +108,9 @@ class CudaExperts:
         up, down, (up_bias, down_bias) = self._up, self._down, self._biases
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
-            has_bias = up_bias is not None or down_bias is not None
-            if _is_on_hopper(x.device) and takes_one(x, up, down, top_k, has_bias=has_bias):
-                return mix_one_float8(x, routed, up, down, self._epilogue)
+            one = self._one_float8
+            if one is not None and takes_one(x, *one, top_k):
+                return mix_one_float8(x, routed, *one, self._epilogue)
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         tiles = self._tiles_on_hopper(num_tokens, top_k)
