@@ -370,6 +370,7 @@ def experts() -> None:
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     bounded_experts_of_one_token()
+    float8_experts_of_one_token()
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
@@ -392,6 +393,29 @@ def bounded_experts_of_one_token() -> None:
     assert kernel is not None
     routed = Routed(torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 4))
     kernel.apply_partial(torch.zeros(1, size, dtype=torch.bfloat16), routed)
+
+
+def float8_experts_of_one_token() -> None:
+    """experts_one_float8.py's kernel, of which a launch on a CPU is none: with a scale for each row
+    and for blocks, and with one block or two at once."""
+    from octavo.ops.cuda import experts_one_float8
+    from octavo.ops.cuda.expert_weights import ExpertMatrices
+    from octavo.ops.cuda.experts_one_float8 import Float8Projection, mix_one_float8
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import Routed
+    from octavo.ops.quantized import ScaledFloat8
+
+    experts_one_float8.num_sms = lambda device: 132
+    for block, top_k, size in (((1, 4096), 4, 2048), ((128, 128), 3, 640)):
+        dense = torch.randn(top_k, 512, size), torch.randn(top_k, size, 256)
+        forms = [ScaledFloat8.quantize(each, block) for each in dense]
+        matrices = [ExpertMatrices.of(each) for each in forms]
+        up, down = [Float8Projection.of(each) for each in matrices if each is not None]
+        assert up is not None
+        assert down is not None
+        routed = Routed(torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k))
+        x = torch.zeros(1, size, dtype=torch.bfloat16)
+        mix_one_float8(x, routed, up, down, Epilogue.SILU_MUL)
 
 
 def experts_on_hopper(

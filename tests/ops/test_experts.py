@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_mx_hopper, experts_one_mx, routing
+from octavo.ops.cuda import experts_mx_hopper, experts_one_float8, experts_one_mx, routing
 from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_hopper_tiles,
@@ -677,6 +677,128 @@ def test_mxfp4_of_few_tokens_on_hopper(num_tokens: int, are_alike: bool) -> None
     assert (total(got) - wanted).norm() < 3e-3 * wanted.norm()
     for _ in range(50):
         assert torch.equal(experts.apply_partial(x, routed), got)
+
+
+def few_float8_experts(
+    form: str, epilogue: Epilogue, top_k: int, size: int, inner: int, device: torch.device
+) -> tuple[QuantizedExpertWeights, Tensor, Routed]:
+    """Weights without biases, one token, and its experts."""
+    config = RoutingConfig(num_experts=top_k + 3, top_k=top_k)
+    dense = expert_weights(config.num_experts, size, inner, device)
+    weights = QuantizedExpertWeights(*(quantized(form, each) for each in dense[:2]))
+    x = (numbers(1, size, device=device) * 3).bfloat16()
+    x[:, 5] *= 1e3
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, device), config, x.float())
+    return weights, x, routed
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "top_k", "size", "inner", "num_sms"),
+    [
+        (Epilogue.SILU_MUL, 3, 256, 128, 3),  # units are claimed
+        (Epilogue.CLAMPED_SWIGLU, 5, 1280, 256, 2),  # two blocks of x, two batches of gates
+        (Epilogue.SILU_MUL, 2, 256, 1152, 5),  # two blocks of an expert's gates
+        (Epilogue.SILU_MUL, 1, 384, 128, 40),  # programs that have nothing to do
+    ],
+)
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_float8_of_one_token_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    epilogue: Epilogue,
+    top_k: int,
+    size: int,
+    inner: int,
+    num_sms: int,
+) -> None:
+    """experts_one_float8.py's kernel, carried out by the emulator; buffers take turns, and are left
+    as they were."""
+    kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
+    monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
+    monkeypatch.setattr(experts_one_float8, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    weights, x, routed = few_float8_experts(form, epilogue, top_k, size, inner, CPU)
+    experts = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert experts is not None
+    got = experts.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (total(got) - wanted).norm() < 4e-3 * wanted.norm()  # gates and results are rounded
+    for _ in range(2):
+        assert torch.equal(experts.apply_partial(x, routed), got)
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    assert experts.apply_partial(bad, routed).isnan().all()
+    assert torch.equal(experts.apply_partial(x, routed), got)
+    assert not experts_one_float8._counter(CPU).any()
+
+
+@pytest.mark.parametrize("change", ["bias", "rows", "blocks", "dtype", "memory"])
+def test_float8_of_one_token_that_the_kernel_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Other kernels compute it."""
+    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    form = "float8-blocks"
+    weights, x, _routed = few_float8_experts(form, Epilogue.SILU_MUL, 2, 256, 128, CPU)
+    if change == "bias":
+        weights = weights._replace(down_bias=torch.zeros(5, 256))
+    if change in ("rows", "blocks"):
+        block = (24, 128) if change == "rows" else (128, 256)
+        up = ScaledFloat8.quantize(weights.up.dequantize(), block)
+        weights = weights._replace(up=up)
+    experts = cuda_experts.CudaExperts.of(weights, Epilogue.SILU_MUL)
+    assert experts is not None
+    if change in ("bias", "rows", "blocks"):
+        assert (experts._one_float8 is None) == (change != "blocks")
+        return
+    one = experts._one_float8
+    assert one is not None
+    assert experts_one_float8.takes_one(x, *one, 2)
+    if change == "dtype":
+        assert not experts_one_float8.takes_one(x.half(), *one, 2)
+    else:
+        monkeypatch.setattr(experts_one_float8, "_SHARED_MEMORY", 50_000)
+        assert not experts_one_float8.takes_one(x, *one, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("form", "epilogue", "top_k", "size", "inner"),
+    [
+        ("float8-rows", Epilogue.SILU_MUL, 8, 2048, 768),
+        ("float8-blocks", Epilogue.SILU_MUL, 8, 2048, 768),
+        ("float8-tensor", Epilogue.CLAMPED_SWIGLU, 2, 4096, 1536),
+        ("float8-rows", Epilogue.SILU_MUL, 2, 4096, 14336),
+        ("float8-blocks", Epilogue.SILU_MUL, 1, 640, 384),
+    ],
+)
+def test_float8_outputs_of_one_token_find_all_gates(
+    form: str, epilogue: Epilogue, top_k: int, size: int, inner: int
+) -> None:
+    """In one launch after the other, and in graphs, in which a launch begins while the one before
+    ends; NaN is not left behind for the next ones."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    device = torch.device("cuda")
+    weights, x, routed = few_float8_experts(form, epilogue, top_k, size, inner, device)
+    kernel = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert kernel is not None
+    assert kernel._one_float8 is not None
+    got = kernel.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (total(got) - wanted).norm() < 4e-3 * wanted.norm()
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    for _ in range(200):
+        assert torch.equal(kernel.apply_partial(x, routed), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [kernel.apply_partial(each, routed) for each in (x, x, bad, x, x)]
+    for _ in range(200):
+        graph.replay()
+        assert results[2].isnan().all()
+        assert all(torch.equal(results[i], got) for i in (0, 1, 3, 4))
 
 
 def test_mxfp4_that_tables_cannot_hold(

@@ -13,9 +13,9 @@ the right one. Of the products of a row's pieces with all pieces of the inputs, 
 place are added up, in float32. Scales come with the weights: a load takes 2 us while weights are on
 their way.
 
-Gates announce themselves to the programs that take outputs, as in experts_one_mx.py. Four warps
-make the two numbers of what has come; a product needs an expert's gates only when its turn has
-come, and the last expert's are given apart from the others.
+Gates announce themselves to the programs that take outputs, as in experts_one_mx.py. Some warps
+make the two numbers of what has come, of four blocks of gates at once. A product needs those of its
+expert only when its turn has come.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _PIECE = tl.constexpr(BLOCK)  # inputs, and bytes of e4m3
 _ROWS = tl.constexpr(8)  # of each of two tiles in a stage
 _FOLD = tl.constexpr(8)  # pieces of a block, which is what a tile has of a row
 _WORDS = tl.constexpr(BLOCK // 2)  # of two bfloat16 each, of a piece
-_BATCH = tl.constexpr(4)  # blocks of inputs whose two numbers are made together: one for each warp
+_BATCH = tl.constexpr(4)  # blocks of inputs whose two numbers are made together
 _SCALES = tl.constexpr(32)  # that are fetched for a tile, of which 8 are used
 _SLOTS = tl.constexpr(32)  # at least as many as experts of a token
 _OUTPUTS = 2 * _ROWS.value  # of a unit
@@ -72,6 +72,7 @@ _STAGE_BYTES = 2 * (_ROWS.value * _FOLD.value * BLOCK + 4 * _SCALES.value)
 _INPUT_BYTES = 2 * _FOLD.value * BLOCK  # of a block
 _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
+_TAKING_WARPS, _TAKING_REGISTERS = 4, 128
 _OWN = 2  # units of gates of each program that it does not claim
 
 
@@ -109,18 +110,14 @@ def takes_one(x: Tensor, up: Float8Projection, down: Float8Projection, top_k: in
     """Whether the kernel computes these experts, without biases, for x [1, size]."""
     if x.dtype != torch.bfloat16 or top_k > _SLOTS.value:
         return False
-    batches = _batches(up.num_blocks) + _gate_batches(top_k * down.num_blocks)
-    memory = _STAGES * _STAGE_BYTES + batches * _BATCH.value * (_INPUT_BYTES + 32) + 1024
+    batches = _batches(up.num_blocks) + _batches(top_k * down.num_blocks)
+    memory: int = _STAGES * _STAGE_BYTES + batches * _BATCH.value * (_INPUT_BYTES + 32) + 1024
     return memory <= _SHARED_MEMORY
 
 
 def _batches(blocks: int) -> int:
-    return int(triton.cdiv(blocks, _BATCH.value))
-
-
-def _gate_batches(blocks: int) -> int:
-    """The last block has one for itself."""
-    return _batches(blocks - 1) + 1
+    batches: int = triton.cdiv(blocks, _BATCH.value)
+    return batches
 
 
 @cache
@@ -158,7 +155,7 @@ def mix_one_float8(
         UP_BLOCKS=up.num_blocks,
         DOWN_BLOCKS=down.num_blocks,
         UP_BATCHES=_batches(up.num_blocks),
-        DOWN_BATCHES=_gate_batches(top_k * down.num_blocks),
+        DOWN_BATCHES=_batches(top_k * down.num_blocks),
         # Rows that share scales of their pieces; 0: each has one.
         SCALE_ROWS=tuple(
             each.matrices.scale_rows if each.matrices.scale_columns else 0 for each in (up, down)
@@ -167,6 +164,8 @@ def mix_one_float8(
         TOP_K=top_k,
         OWN=_OWN,
         EPILOGUE=int(epilogue),
+        TAKING_WARPS=_TAKING_WARPS,
+        TAKING_REGISTERS=_TAKING_REGISTERS,
         num_warps=4,
         maxnreg=_REGISTERS,
         **launch_options(x.device),
@@ -355,7 +354,10 @@ def _load_words(source, start, block, num_words):
 
     start, block: of each block, where its row begins and its number in it, [BATCH]; below 0: none.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [_BATCH, 1, 1], [2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 4, 8], [_BATCH, WARPS // _BATCH, 1], [2, 1, 0]
+    )
     piece = gl.arange(0, _FOLD, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     word = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     own = block[:, None, None] * (_FOLD * _WORDS) + piece[None, :, None] * _WORDS
@@ -380,7 +382,7 @@ def _give(words, share, tiles, scales):
 
 
 @gluon.jit
-def _tell(given, i):
+def _tell_given(given, i):
     fence_async_shared()
     _barrier()
     mbarrier.arrive(given.index(i), count=1)
@@ -406,7 +408,10 @@ def _take_in(
 ):
     """The partition that makes two e4m3 numbers of each input: of x, then of each expert's gates,
     times its share."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [_BATCH, 1, 1], [2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 4, 8], [_BATCH, WARPS // _BATCH, 1], [2, 1, 0]
+    )
     BLOCKS: gl.constexpr = TOP_K * DOWN_BLOCKS
     tiles, scales = inputs
     in_batch = gl.arange(0, _BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -421,53 +426,65 @@ def _take_in(
             tiles.index(batch),
             scales.index(batch),
         )
-    _tell(given, 0)
+    _tell_given(given, 0)
     num_words = inner // 2
     places = places + _own_buffer(launch) * (TOP_K * num_words)
     mbarrier.wait(near.index(0), 0)
     for batch in range(DOWN_BATCHES):
-        is_last = batch == DOWN_BATCHES - 1
-        first = gl.where(is_last, BLOCKS - 1, batch * _BATCH)
-        block = first + in_batch
-        is_block = block < gl.where(is_last, BLOCKS, BLOCKS - 1)
+        block = batch * _BATCH + in_batch
         slot = gl.minimum(block, BLOCKS - 1) // DOWN_BLOCKS
         share = gl.load(shares + slot, cache_modifier=".cg")
-        own_block = gl.where(is_block, block % DOWN_BLOCKS, -1)
+        own_block = gl.where(block < BLOCKS, block % DOWN_BLOCKS, -1)
         words = _load_words(places, slot * num_words, own_block, num_words)
         while gl.min(gl.min(gl.min(words, 2), 1), 0) == EMPTY:
             words = _load_words(places, slot * num_words, own_block, num_words)
         target = UP_BATCHES + batch
         _give(words, share, tiles.index(target), scales.index(target))
-        _tell(given, 1 + batch)
+        _tell_given(given, 1 + batch)
 
 
 @gluon.jit
-def _multiply_stage(ring, stage, phase, inputs, scale, SCALE_ROWS: gl.constexpr):
-    """Products of both tiles of a stage with a block of inputs, times all scales: [8 rows, 8
-    pieces, 16] each.
+def _multiply_stages(
+    ring, stage, phase, blocks, pieces, block, SCALE_ROWS: gl.constexpr, COUNT: gl.constexpr
+):
+    """Products of both tiles of COUNT stages with as many blocks of inputs, times all scales, added
+    up: [8 rows, 8 pieces, 16] each; the next stage and phase.
 
-    scale: of the inputs' pieces, in shared memory.
+    blocks, pieces: the inputs, and scales of their pieces, in shared memory, from `block` on.
     """
     _tiles, left, _scale_tiles, numbers, _units, ready, free = ring
+    STAGES: gl.constexpr = ready.shape[0]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * _FOLD, 32]
     )
     SHAPE: gl.constexpr = [_ROWS, _FOLD, 2 * _FOLD]
     none = gl.zeros([_ROWS * _FOLD, 2 * _FOLD], gl.float32, SUMS)
     like = none.reshape(SHAPE)
-    mbarrier.wait(ready.index(stage), phase)
-    right = inputs.permute((1, 0))
-    first = warpgroup_mma(left.index(2 * stage), right, none, is_async=True)
-    second = warpgroup_mma(left.index(2 * stage + 1), right, none, is_async=True)
-    place = 2 * stage * (_SCALES // 8)
-    factor = _scale(numbers.index(place), like, SCALE_ROWS)
-    second_factor = _scale(numbers.index(place + _SCALES // 8), like, SCALE_ROWS)
-    x_scale = _of_pieces(scale, like)
-    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    products = ()
+    factors = ()
+    used = ()
+    for i in gl.static_range(COUNT):
+        mbarrier.wait(ready.index(stage), phase)
+        right = blocks.index(block + i).permute((1, 0))
+        products += (warpgroup_mma(left.index(2 * stage), right, none, is_async=True),)  # type: ignore[assignment]
+        products += (warpgroup_mma(left.index(2 * stage + 1), right, none, is_async=True),)  # type: ignore[assignment]
+        x_scale = _of_pieces(pieces.index(block + i), like)
+        place = 2 * stage * (_SCALES // 8)
+        factors += (x_scale * _scale(numbers.index(place), like, SCALE_ROWS),)  # type: ignore[assignment]
+        place += _SCALES // 8
+        factors += (x_scale * _scale(numbers.index(place), like, SCALE_ROWS),)  # type: ignore[assignment]
+        used += (stage,)  # type: ignore[assignment]
+        stage, phase = _following(stage, phase, STAGES)
+    products = warpgroup_mma_wait(0, deps=products)
     _barrier()
-    mbarrier.arrive(free.index(stage), count=1)
-    first = first.reshape(SHAPE) * (factor * x_scale)
-    return first, second.reshape(SHAPE) * (second_factor * x_scale)
+    for i in gl.static_range(COUNT):
+        mbarrier.arrive(free.index(used[i]), count=1)
+    first = like
+    second = like
+    for i in gl.static_range(COUNT):
+        first += products[2 * i].reshape(SHAPE) * factors[2 * i]
+        second += products[2 * i + 1].reshape(SHAPE) * factors[2 * i + 1]
+    return first, second, stage, phase
 
 
 @gluon.jit
@@ -549,6 +566,10 @@ def _multiply(
     else:
         blocks = tiles._reinterpret(gl.float8e4nv, TILES, tiles.layout)
         pieces = scales._reinterpret(gl.float32, [BATCHES * _BATCH, _FOLD], FLAT)
+    # Two stages at once take less time than one after the other.
+    GATE_BLOCKS: gl.constexpr = TOP_K * DOWN_BLOCKS
+    UP_COUNT: gl.constexpr = 1 if UP_BLOCKS % 2 else 2
+    DOWN_COUNT: gl.constexpr = 1 if GATE_BLOCKS % 2 else 2
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(given.index(0), 0)
@@ -557,11 +578,10 @@ def _multiply(
     while unit >= 0:
         gates = _no_sums()
         ups = _no_sums()
-        for block in range(UP_BLOCKS):
-            gate, up = _multiply_stage(
-                ring, stage, phase, blocks.index(block), pieces.index(block), SCALE_ROWS[0]
+        for block in range(0, UP_BLOCKS, UP_COUNT):
+            gate, up, stage, phase = _multiply_stages(
+                ring, stage, phase, blocks, pieces, block, SCALE_ROWS[0], UP_COUNT
             )
-            stage, phase = _following(stage, phase, STAGES)
             gates += gate
             ups += up
         result = _activate_gated(_totals(gates), _totals(ups), EPILOGUE)
@@ -570,18 +590,15 @@ def _multiply(
     _barrier()
     mbarrier.arrive(free.index(stage), count=1)
     stage, phase = _following(stage, phase, STAGES)
-    LAST: gl.constexpr = TOP_K * DOWN_BLOCKS - 1
     for unit in range(gl.program_id(0), size // (2 * _ROWS), gl.num_programs(0)):
         sums = _no_sums()
         second_sums = _no_sums()
-        for block in range(LAST + 1):
-            place = gl.where(block == LAST, (DOWN_BATCHES - 1) * _BATCH, block)
-            mbarrier.wait(given.index(1 + place // _BATCH), 0)
-            place += UP_BATCHES * _BATCH
-            first, second = _multiply_stage(
-                ring, stage, phase, blocks.index(place), pieces.index(place), SCALE_ROWS[1]
+        for block in range(0, GATE_BLOCKS, DOWN_COUNT):
+            mbarrier.wait(given.index(1 + block // _BATCH), 0)
+            place = UP_BATCHES * _BATCH + block
+            first, second, stage, phase = _multiply_stages(
+                ring, stage, phase, blocks, pieces, place, SCALE_ROWS[1], DOWN_COUNT
             )
-            stage, phase = _following(stage, phase, STAGES)
             sums += first
             second_sums += second
         result = _totals(sums)
@@ -618,6 +635,8 @@ def experts_one_float8_kernel(
     TOP_K: gl.constexpr,
     OWN: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    TAKING_WARPS: gl.constexpr,
+    TAKING_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The sum of a token's experts, weighted by `shares`, into out bfloat16 [size].
@@ -744,6 +763,6 @@ def experts_one_float8_kernel(
                 ),
             ),
         ],
-        [4, 1, 1],
-        [128, 48, 48],
+        [TAKING_WARPS, 1, 1],
+        [TAKING_REGISTERS, 48, 48],
     )
