@@ -103,7 +103,8 @@ class Float8Projection(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Of 8 pieces, of a row."""
-        return triton.cdiv(self.matrices.size, _FOLD.value * BLOCK)
+        blocks: int = triton.cdiv(self.matrices.size, _FOLD.value * BLOCK)
+        return blocks
 
 
 def takes_one(x: Tensor, up: Float8Projection, down: Float8Projection, top_k: int) -> bool:
