@@ -371,6 +371,7 @@ def experts() -> None:
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     bounded_experts_of_one_token()
     float8_experts_of_one_token()
+    experts_that_route()
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
@@ -396,15 +397,22 @@ def bounded_experts_of_one_token() -> None:
 
 
 def float8_experts_of_one_token() -> None:
-    """experts_one_float8.py's kernel, of which a launch on a CPU is none: with a scale for each row
-    and for blocks, and with one block or two at once."""
+    """experts_one_float8.py's kernel with a scale for each row and for blocks, with one block or
+    two at once, and with a norm and a router."""
     from octavo.ops.cuda import experts_one_float8
     from octavo.ops.cuda.expert_weights import ExpertMatrices
-    from octavo.ops.cuda.experts_one_float8 import Float8Projection, mix_one_float8
+    from octavo.ops.cuda.experts_one_float8 import (
+        Float8Projection,
+        mix_one_float8,
+        norm_route_and_mix_one_float8,
+    )
     from octavo.ops.epilogue import Epilogue
-    from octavo.ops.experts import Routed
+    from octavo.ops.experts import Routed, RouterWeights, Unrouted
+    from octavo.ops.norm import DeferredNorm
     from octavo.ops.quantized import ScaledFloat8
+    from octavo.routing import RoutingConfig
 
+    num_hit = torch.zeros(1, dtype=torch.int64)
     experts_one_float8.num_sms = lambda device: 132
     for block, top_k, size in (((1, 4096), 4, 2048), ((128, 128), 3, 640)):
         dense = torch.randn(top_k, 512, size), torch.randn(top_k, size, 256)
@@ -416,6 +424,41 @@ def float8_experts_of_one_token() -> None:
         routed = Routed(torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k))
         x = torch.zeros(1, size, dtype=torch.bfloat16)
         mix_one_float8(x, routed, up, down, Epilogue.SILU_MUL)
+        norm = DeferredNorm(x, x[0], 1e-5, 0.0, x, x)
+        router = RouterWeights(torch.zeros(40, size, dtype=torch.bfloat16))
+        config = RoutingConfig(num_experts=40, top_k=top_k)
+        given = Unrouted(norm, router, config, num_hit)
+        norm_route_and_mix_one_float8(given, up, down, Epilogue.SILU_MUL)
+
+
+def experts_that_route() -> None:
+    """experts_one_mx.py's kernel with a norm and a router: with and without a residual stream, and
+    renormalised weights."""
+    from octavo.ops.cuda.experts_mx_hopper import MxExperts
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import QuantizedExpertWeights, RouterWeights, Unrouted
+    from octavo.ops.norm import DeferredNorm
+    from octavo.ops.quantized import MxFloat4
+    from octavo.routing import RoutingConfig
+
+    num, size, inner = 40, 704, 192
+    forms = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
+    weights = QuantizedExpertWeights(*map(MxFloat4.quantize, forms))
+    kernel = MxExperts.of(weights, Epilogue.SILU_MUL, torch.bfloat16)
+    assert kernel is not None
+    row, scale, router = (torch.zeros(rows, size, dtype=torch.bfloat16) for rows in (1, 1, num))
+    plain = RouterWeights(router)
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    for norm, given, renormalised in (
+        (DeferredNorm(row, scale[0], 1e-5, 0.0), plain, False),
+        (
+            DeferredNorm(row, scale[0], 1e-5, 1.0, row, row),
+            RouterWeights(router, router[:, 0]),
+            True,
+        ),
+    ):
+        config = RoutingConfig(num_experts=num, top_k=8, renormalised=renormalised)
+        kernel.apply_unrouted(Unrouted(norm, given, config, num_hit))
 
 
 def experts_on_hopper(

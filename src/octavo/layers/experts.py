@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,17 @@ from octavo.ops.experts import (
     Routed,
     RouterKernel,
     RouterWeights,
+    RoutingExpertsKernel,
+    Unrouted,
 )
 from octavo.ops.linear import LinearInput
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import (
     FormError,
     GroupedInt,
     MxFloat4,
     QuantizedWeight,
+    Rounding,
     ScaledFloat8,
 )
 from octavo.registry import EXPERTS_METHODS
@@ -65,6 +70,7 @@ class Router(WeightOwner):
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.register_buffer("correction", correction if routing.correction else None)
         self.num_hit: Tensor
+        self.weights: RouterWeights  # as kernels take them, after `finalize`
         self._kernel: RouterKernel
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
@@ -76,8 +82,8 @@ class Router(WeightOwner):
 
     def finalize(self) -> None:
         """See WeightOwner.finalize."""
-        weights = RouterWeights(self.weight, self.bias, self.correction)
-        self._kernel = make_router_kernel(weights, self.config, self.num_hit)
+        self.weights = RouterWeights(self.weight, self.bias, self.correction)
+        self._kernel = make_router_kernel(self.weights, self.config, self.num_hit)
 
     def forward(self, hidden: Tensor, in_two: bool = False) -> Routed:
         """Route hidden [num_tokens, hidden_size]; called after `finalize`.
@@ -85,6 +91,10 @@ class Router(WeightOwner):
         in_two: see RouterKernel.apply.
         """
         return self._kernel.apply(hidden, in_two)
+
+    def unrouted(self, norm: DeferredNorm) -> Unrouted:
+        """What experts need to do what the norm and `forward` do."""
+        return Unrouted(norm, self.weights, self.config, self.num_hit)
 
 
 class ExpertsMethod(WeightOwner):
@@ -105,6 +115,14 @@ class ExpertsMethod(WeightOwner):
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; of this rank's intermediate elements."""
+        raise NotImplementedError
+
+    def routes_inputs(self, num_tokens: int, router: Router) -> bool:
+        """Whether `forward_unrouted` is to compute with so many tokens."""
+        return False
+
+    def forward_unrouted(self, x: Unrouted) -> Tensor:
+        """See RoutingExpertsKernel.apply_unrouted; of this rank's intermediate elements."""
         raise NotImplementedError
 
 
@@ -168,6 +186,23 @@ class LoadedExperts(ExpertsMethod):
         """See ExpertsMethod.forward_partial."""
         assert self._kernel is not None, "finalize makes it"
         return self._kernel.apply_partial(hidden, routed)
+
+    def routes_inputs(self, num_tokens: int, router: Router) -> bool:
+        """See ExpertsMethod.routes_inputs."""
+        kernel = self._routing_kernel
+        return kernel is not None and kernel.routes_inputs(
+            num_tokens, router.weights, router.config
+        )
+
+    def forward_unrouted(self, x: Unrouted) -> Tensor:
+        """See ExpertsMethod.forward_unrouted."""
+        assert self._routing_kernel is not None, "it does not route"
+        return self._routing_kernel.apply_unrouted(x)
+
+    @cached_property
+    def _routing_kernel(self) -> RoutingExpertsKernel | None:
+        """The kernel, if it can route; asked for after `finalize`."""
+        return self._kernel if isinstance(self._kernel, RoutingExpertsKernel) else None
 
     def _biases(self) -> tuple[Tensor | None, Tensor | None]:
         """Of gates and ups, and of the down projections."""
@@ -402,9 +437,17 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
-    def entry(self) -> None:
-        """See InputReader.entry: the router and the experts read the input."""
-        return None
+    def entry(self) -> MixtureOfExperts | None:
+        """See InputReader.entry: a shared expert would read the input, too."""
+        return self if self.shared is None else None
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See Entry.rounding: the router reads the input as it is."""
+        return Rounding.NONE
+
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """See Entry.norms_inputs: experts that route norm their inputs before."""
+        return not norms_branch and self.experts.routes_inputs(num_tokens, self.router)
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -413,6 +456,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
+        if isinstance(hidden, DeferredNorm):
+            return self.experts.forward_unrouted(self.router.unrouted(hidden))
         assert isinstance(hidden, Tensor)
         routed = self.router.forward(hidden, self.experts.takes_in_two(len(hidden)))
         result = self.experts.forward_partial(hidden, routed)

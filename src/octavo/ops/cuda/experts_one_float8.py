@@ -38,12 +38,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.experts_one_mx import (
-    EMPTY,
     _begin,
-    _exchange,
     _expert_of,
     _following,
     _own_buffer,
+    _Source,
     _store_words,
 )
 from octavo.ops.cuda.linear_hopper import (
@@ -54,22 +53,36 @@ from octavo.ops.cuda.linear_hopper import (
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.routing_in_kernel import (
+    EMPTY,
+    _load_row,
+    announce_logit,
+    choose,
+    empty_logits,
+    load_early,
+    logit_shape,
+    make_choice,
+    norm_row,
+    store_total,
+    told,
+    told_shares,
+)
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import Routed
+from octavo.ops.experts import Routed, Unrouted
 
 _PIECE = tl.constexpr(BLOCK)  # inputs, and bytes of e4m3
 _ROWS = tl.constexpr(8)  # of each of two tiles in a stage
 _FOLD = tl.constexpr(8)  # pieces of a block, which is what a tile has of a row
 _WORDS = tl.constexpr(BLOCK // 2)  # of two bfloat16 each, of a piece
-_BATCH = tl.constexpr(4)  # blocks of inputs whose two numbers are made together
+_BATCH = tl.constexpr(4)  # blocks of gates whose two numbers are made together
+_PART = tl.constexpr(16)  # pieces of x that are loaded together
 _SCALES = tl.constexpr(32)  # that are fetched for a tile, of which 8 are used
 _SLOTS = tl.constexpr(32)  # at least as many as experts of a token
 _OUTPUTS = 2 * _ROWS.value  # of a unit
 _STAGES = 4
 _STAGE_BYTES = 2 * (_ROWS.value * _FOLD.value * BLOCK + 4 * _SCALES.value)
-_INPUT_BYTES = 2 * _FOLD.value * BLOCK  # of a block
 _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
 _TAKING_WARPS, _TAKING_REGISTERS = 4, 128
@@ -107,56 +120,116 @@ class Float8Projection(NamedTuple):
         return blocks
 
 
-def takes_one(x: Tensor, up: Float8Projection, down: Float8Projection, top_k: int) -> bool:
-    """Whether the kernel computes these experts, without biases, for x [1, size]."""
-    if x.dtype != torch.bfloat16 or top_k > _SLOTS.value:
+def takes_one(dtype: torch.dtype, up: Float8Projection, down: Float8Projection, top_k: int) -> bool:
+    """Whether the kernel computes these experts, without biases, for one token of that dtype."""
+    if dtype != torch.bfloat16 or top_k > _SLOTS.value:
         return False
-    batches = _batches(up.num_blocks) + _batches(top_k * down.num_blocks)
-    memory: int = _STAGES * _STAGE_BYTES + batches * _BATCH.value * (_INPUT_BYTES + 32) + 1024
+    pieces = _parts(up) * _PART.value + _batches(top_k * down.num_blocks) * _BATCH.value * 8
+    memory: int = _STAGES * _STAGE_BYTES + pieces * (2 * BLOCK + 4) + 1024
     return memory <= _SHARED_MEMORY
 
 
+def _parts(up: Float8Projection) -> int:
+    """Of x."""
+    parts: int = triton.cdiv(up.matrices.size, _PART.value * BLOCK)
+    return parts
+
+
 def _batches(blocks: int) -> int:
+    """Of blocks of gates."""
     batches: int = triton.cdiv(blocks, _BATCH.value)
     return batches
 
 
+class Exchange(NamedTuple):
+    """Through which programs exchange gates and logits, and claim units. Of two buffers that take
+    turns, a launch makes the one EMPTY again that it does not use."""
+
+    places: Tensor  # int32 [2, top_k, inner size / 2]: pairs of gates in bfloat16
+    tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
+    counter: Tensor  # int32 [1]: of claims; 0 between launches
+    logits: Tensor | None  # int32 [2, *logit_shape]
+
+
 @cache
-def _counter(device: torch.device) -> Tensor:
-    """Of claims; 0 between kernels. For one stream."""
+def _exchange(
+    device: torch.device, top_k: int, inner: int, num_experts: int, num_programs: int
+) -> Exchange:
+    """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
+    buffers take turns from one launch to the next."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    return torch.zeros(1, dtype=torch.int32, device=device)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)
+
+    tickets, counter = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    logits = empty(*logit_shape(num_experts)) if num_experts else None
+    return Exchange(empty(top_k, inner // 2), tickets, counter, logits)
 
 
 def mix_one_float8(
     x: Tensor, routed: Routed, up: Float8Projection, down: Float8Projection, epilogue: Epilogue
 ) -> Tensor:
     """See ExpertsKernel.apply_partial, of what `takes_one` says."""
-    top_k, size, inner = routed.ids.shape[1], x.shape[1], down.matrices.size
-    num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
-    out = x.new_empty((1, size))
+    top_k = routed.ids.shape[1]
+    return _launch(_Source(x, routed.ids, routed.weights), up, down, top_k, epilogue)
+
+
+def norm_route_and_mix_one_float8(
+    x: Unrouted, up: Float8Projection, down: Float8Projection, epilogue: Epilogue
+) -> Tensor:
+    """See RoutingExpertsKernel.apply_unrouted, of what `takes_one` says."""
+    norm, config = x.norm, x.config
+    source = _Source(
+        norm.x,
+        residual=norm.residual,
+        total=norm.total,
+        norm_weight=norm.weight,
+        router_weight=x.router.weight,
+        router_bias=x.router.bias,
+        num_hit=x.num_hit,
+        num_experts=config.num_experts,
+        eps=norm.eps,
+        scale=config.scale,
+    )
+    return _launch(source, up, down, config.top_k, epilogue, norm.offset, config.renormalised)
+
+
+def _launch(
+    source: _Source,
+    up: Float8Projection,
+    down: Float8Projection,
+    top_k: int,
+    epilogue: Epilogue,
+    offset: float = 0.0,
+    renormalises: bool = False,
+) -> Tensor:
+    size, inner, device = up.matrices.size, down.matrices.size, source.x.device
+    num_programs = num_sms(device)  # With more, some would wait for others that find no room.
+    out = torch.empty((1, size), dtype=torch.float32, device=device)
+    exchange = _exchange(device, top_k, inner, source.num_experts, num_programs)
     experts_one_float8_kernel[(num_programs,)](
-        x.view(torch.int32),
+        *source,
         _descriptor(up.matrices),
         _descriptor(down.matrices),
         _scale_descriptor(up.scales),
         _scale_descriptor(down.scales),
-        *_exchange(x.device, top_k, inner // BLOCK, num_programs),
-        _counter(x.device),
+        *exchange,
         out,
-        routed.ids,
-        routed.weights,
         size,
         inner,
         up.scales.stride(0),
         down.scales.stride(0),
         up.scales.stride(1),
         down.scales.stride(1),
+        OFFSET=offset,
+        RENORMALISES=renormalises,
+        ALL_EXPERTS=0 if exchange.logits is None else exchange.logits.shape[2],
         UP_BLOCKS=up.num_blocks,
         DOWN_BLOCKS=down.num_blocks,
-        UP_BATCHES=_batches(up.num_blocks),
-        DOWN_BATCHES=_batches(top_k * down.num_blocks),
+        PARTS=_parts(up),
+        BATCHES=_batches(top_k * down.num_blocks),
         # Rows that share scales of their pieces; 0: each has one.
         SCALE_ROWS=tuple(
             each.matrices.scale_rows if each.matrices.scale_columns else 0 for each in (up, down)
@@ -169,7 +242,7 @@ def mix_one_float8(
         TAKING_REGISTERS=_TAKING_REGISTERS,
         num_warps=4,
         maxnreg=_REGISTERS,
-        **launch_options(x.device),
+        **launch_options(device),
     )
     return out
 
@@ -242,14 +315,43 @@ def _told_unit(ring, stage, phase):
 
 
 @gluon.jit
-def _load_experts(ids, TOP_K: gl.constexpr):
-    """By one load: with one for each expert, all programs read the same line many times."""
-    slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
+def _experts_of(
+    source,
+    launch,
+    TOP_K: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+):
+    """The token's experts, for a single warp: as given, or chosen.
+
+    source: ids, weights, and what is needed to choose experts: places of logits, the number of
+        experts, what weights are multiplied by, and what partitions tell each other by.
+    """
+    ids, _weights, places, num_experts, _scale, choice = source
     experts = ()
-    for i in gl.static_range(TOP_K):
-        experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
+    if ids is None:
+        buffer = _own_buffer(launch)
+        experts = choose(choice, places, buffer, num_experts, ALL_EXPERTS, TOP_K, RENORMALISES)
+    else:  # By one load: with one for each, all programs read the same line many times.
+        slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
+        for i in gl.static_range(TOP_K):
+            experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
     return experts
+
+
+@gluon.jit
+def _shares_of(source, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """The weights of the experts' results; of chosen ones, once they are told."""
+    ids, weights, _places, _num_experts, scale, choice = source
+    shares = ()
+    if ids is None:
+        told(choice, TOP_K)
+        shares = told_shares(choice, scale, TOP_K, RENORMALISES)
+    else:
+        for i in gl.static_range(TOP_K):
+            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return shares
 
 
 @gluon.jit
@@ -278,7 +380,8 @@ def _claim(counter, last):
 
 @gluon.jit
 def _fetch(
-    ids,
+    source,
+    launch,
     up,
     down,
     ring,
@@ -290,6 +393,8 @@ def _fetch(
     DOWN_BLOCKS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     TOP_K: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     OWN: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -303,7 +408,7 @@ def _fetch(
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_experts(ids, TOP_K)
+    experts = _experts_of(source, launch, TOP_K, RENORMALISES, ALL_EXPERTS)
     # Each program claims once in vain.
     last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
     claim = _claim(counter, last_claim)
@@ -341,11 +446,26 @@ def _fetch(
 
 
 @gluon.jit
-def _take_turns(places, tickets, launch, inner, TOP_K: gl.constexpr, PDL: gl.constexpr):
-    """The partition that finds which of both buffers of gates the launch uses, a single warp."""
+def _take_turns(
+    source,
+    num_hit,
+    places,
+    tickets,
+    launch,
+    inner,
+    TOP_K: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that finds which of both buffers the launch uses, a single warp."""
+    ids, _weights, logits, num_experts, _scale, _choice = source
     if PDL:
         tl.extra.cuda.gdc_wait()
-    _begin(places, tickets, launch, TOP_K * (inner // 2))
+    own = _begin(places, places, tickets, launch, TOP_K * (inner // 2), 0)
+    if ids is None:
+        empty_logits(logits, own, num_experts, ALL_EXPERTS)
+        if gl.program_id(0) == 0:
+            gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -368,47 +488,115 @@ def _load_words(source, start, block, num_words):
 
 
 @gluon.jit
-def _give(words, share, tiles, scales):
-    """Write pairs of bfloat16 as two e4m3 numbers each, and what products with each piece are to be
-    multiplied by, times the block's share."""
+def _values_of(words):
+    """The numbers of pairs of bfloat16, float32 [BATCH * 8, 128]."""
     low = (words << 16).to(gl.float32, bitcast=True)
     high = (words & -65536).to(gl.float32, bitcast=True)
-    values = gl.join(low, high).reshape([_BATCH, _FOLD, _PIECE])
-    factor, scale = scales_of_two(gl.max(gl.abs(values), 2))
-    high, low = in_two(values * factor[:, :, None])
-    both = gl.join(high, low).permute((0, 1, 3, 2))
-    tiles.store(both.reshape([2 * _BATCH * _FOLD, _PIECE]))
-    share = gl.convert_layout(share, gl.SliceLayout(1, scale.type.layout))
-    scales.store((scale * share[:, None]).reshape([_BATCH * _FOLD]))
+    return gl.join(low, high).reshape([_BATCH * _FOLD, _PIECE])
 
 
 @gluon.jit
-def _tell_given(given, i):
+def _store_in_two(values, tiles):
+    """Write pieces [n, 128] as two e4m3 numbers each: those of a piece are neighbouring rows; what
+    products with each piece are to be multiplied by, [n]."""
+    factor, scale = scales_of_two(gl.max(gl.abs(values), 1))
+    high, low = in_two(values * factor[:, None])
+    both = gl.join(high, low).permute((0, 2, 1))
+    tiles.store(both.reshape([2 * values.shape[0], _PIECE]))
+    return scale
+
+
+@gluon.jit
+def _give(given, i):
+    """Tell that inputs have been written, as number i."""
     fence_async_shared()
     _barrier()
     mbarrier.arrive(given.index(i), count=1)
 
 
 @gluon.jit
+def _give_x(
+    norm,
+    norm_weight,
+    router,
+    total,
+    source,
+    launch,
+    inputs,
+    given,
+    size,
+    OFFSET: gl.constexpr,
+    PARTS: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Make two e4m3 numbers of each element of x; or of its norm, and announce a logit."""
+    BY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    tiles, scales = inputs
+    x, _residual, _eps = norm
+    router_weight, router_bias = router
+    ids, _weights, logits, num_experts, _scale, _choice = source
+    stream = ()
+    if ids is None:
+        early = load_early(
+            norm_weight, router_weight, router_bias, num_experts, size, PARTS, _PART, _PIECE, BY
+        )
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        parts, stream, logit = norm_row(norm, early, size, OFFSET, PARTS, _PART, _PIECE, BY)
+        announce_logit(logit, logits, _own_buffer(launch), num_experts, ALL_EXPERTS)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        parts = _load_row(x, size, PARTS, _PART, _PIECE, BY)
+    for i in gl.static_range(PARTS):
+        scales.index(i).store(_store_in_two(parts[i].to(gl.float32), tiles.index(i)))
+    _give(given, 0)
+    if ids is None:
+        store_total(total, stream, size, PARTS, _PART, _PIECE, BY)
+
+
+@gluon.jit
 def _take_in(
-    x,
-    shares,
+    norm,
+    norm_weight,
+    router,
+    total,
+    source,
     places,
     launch,
+    x_inputs,
     inputs,
     given,
     near,
     size,
     inner,
-    UP_BLOCKS: gl.constexpr,
+    OFFSET: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
-    UP_BATCHES: gl.constexpr,
-    DOWN_BATCHES: gl.constexpr,
+    PARTS: gl.constexpr,
+    BATCHES: gl.constexpr,
     TOP_K: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that makes two e4m3 numbers of each input: of x, then of each expert's gates,
-    times its share."""
+    """The partition that makes two e4m3 numbers of each input: of x, or its norm, and then of each
+    expert's gates, times its share."""
+    _give_x(
+        norm,
+        norm_weight,
+        router,
+        total,
+        source,
+        launch,
+        x_inputs,
+        given,
+        size,
+        OFFSET,
+        PARTS,
+        ALL_EXPERTS,
+        PDL,
+    )
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4], [1, 4, 8], [_BATCH, WARPS // _BATCH, 1], [2, 1, 0]
@@ -416,32 +604,22 @@ def _take_in(
     BLOCKS: gl.constexpr = TOP_K * DOWN_BLOCKS
     tiles, scales = inputs
     in_batch = gl.arange(0, _BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for batch in range(UP_BATCHES):
-        block = batch * _BATCH + in_batch
-        words = _load_words(x, gl.zeros_like(block), block, size // 2)
-        _give(
-            words,
-            gl.zeros_like(block).to(gl.float32) + 1.0,
-            tiles.index(batch),
-            scales.index(batch),
-        )
-    _tell_given(given, 0)
     num_words = inner // 2
     places = places + _own_buffer(launch) * (TOP_K * num_words)
+    shares = _shares_of(source, TOP_K, RENORMALISES)
     mbarrier.wait(near.index(0), 0)
-    for batch in range(DOWN_BATCHES):
+    for batch in range(BATCHES):
         block = batch * _BATCH + in_batch
         slot = gl.minimum(block, BLOCKS - 1) // DOWN_BLOCKS
-        share = gl.load(shares + slot, cache_modifier=".cg")
         own_block = gl.where(block < BLOCKS, block % DOWN_BLOCKS, -1)
         words = _load_words(places, slot * num_words, own_block, num_words)
         while gl.min(gl.min(gl.min(words, 2), 1), 0) == EMPTY:
             words = _load_words(places, slot * num_words, own_block, num_words)
-        target = UP_BATCHES + batch
-        _give(words, share, tiles.index(target), scales.index(target))
-        _tell_given(given, 1 + batch)
+        scale = _store_in_two(_values_of(words), tiles.index(batch)).reshape([_BATCH, _FOLD])
+        share = _expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)
+        share = gl.convert_layout(share, gl.SliceLayout(1, scale.type.layout))
+        scales.index(batch).store((scale * share[:, None]).reshape([_BATCH * _FOLD]))
+        _give(given, 1 + batch)
 
 
 @gluon.jit
@@ -483,8 +661,8 @@ def _multiply_stages(
     first = like
     second = like
     for i in gl.static_range(COUNT):
-        first += products[2 * i].reshape(SHAPE) * factors[2 * i]
-        second += products[2 * i + 1].reshape(SHAPE) * factors[2 * i + 1]
+        first = first + products[2 * i].reshape(SHAPE) * factors[2 * i]
+        second = second + products[2 * i + 1].reshape(SHAPE) * factors[2 * i + 1]
     return first, second, stage, phase
 
 
@@ -537,19 +715,34 @@ def _announce(result, places):
 
 
 @gluon.jit
+def _by_block(inputs):
+    """Inputs, and scales of their pieces, of blocks."""
+    tiles, scales = inputs
+    NUM: gl.constexpr = tiles.shape[0] * tiles.shape[1] // (2 * _FOLD)
+    TILES: gl.constexpr = [NUM, 2 * _FOLD, _PIECE]
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if _IS_PUBLIC:
+        blocks = tiles.reinterpret(gl.float8e4nv, TILES, tiles.layout)
+        pieces = scales.reinterpret(gl.float32, [NUM, _FOLD], FLAT)
+    else:
+        blocks = tiles._reinterpret(gl.float8e4nv, TILES, tiles.layout)
+        pieces = scales._reinterpret(gl.float32, [NUM, _FOLD], FLAT)
+    return blocks, pieces
+
+
+@gluon.jit
 def _multiply(
     out,
     places,
     launch,
     ring,
+    x_inputs,
     inputs,
     given,
     size,
     inner,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
-    UP_BATCHES: gl.constexpr,
-    DOWN_BATCHES: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -557,16 +750,8 @@ def _multiply(
     """The partition that multiplies, and stores gates and outputs."""
     STAGES: gl.constexpr = ring[5].shape[0]
     free = ring[6]
-    tiles, scales = inputs
-    BATCHES: gl.constexpr = UP_BATCHES + DOWN_BATCHES
-    TILES: gl.constexpr = [BATCHES * _BATCH, 2 * _FOLD, _PIECE]
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if _IS_PUBLIC:
-        blocks = tiles.reinterpret(gl.float8e4nv, TILES, tiles.layout)
-        pieces = scales.reinterpret(gl.float32, [BATCHES * _BATCH, _FOLD], FLAT)
-    else:
-        blocks = tiles._reinterpret(gl.float8e4nv, TILES, tiles.layout)
-        pieces = scales._reinterpret(gl.float32, [BATCHES * _BATCH, _FOLD], FLAT)
+    x_blocks, x_pieces = _by_block(x_inputs)
+    blocks, pieces = _by_block(inputs)
     # Two stages at once take less time than one after the other.
     GATE_BLOCKS: gl.constexpr = TOP_K * DOWN_BLOCKS
     UP_COUNT: gl.constexpr = 1 if UP_BLOCKS % 2 else 2
@@ -581,7 +766,7 @@ def _multiply(
         ups = _no_sums()
         for block in range(0, UP_BLOCKS, UP_COUNT):
             gate, up, stage, phase = _multiply_stages(
-                ring, stage, phase, blocks, pieces, block, SCALE_ROWS[0], UP_COUNT
+                ring, stage, phase, x_blocks, x_pieces, block, SCALE_ROWS[0], UP_COUNT
             )
             gates += gate
             ups += up
@@ -596,21 +781,31 @@ def _multiply(
         second_sums = _no_sums()
         for block in range(0, GATE_BLOCKS, DOWN_COUNT):
             mbarrier.wait(given.index(1 + block // _BATCH), 0)
-            place = UP_BATCHES * _BATCH + block
             first, second, stage, phase = _multiply_stages(
-                ring, stage, phase, blocks, pieces, place, SCALE_ROWS[1], DOWN_COUNT
+                ring, stage, phase, blocks, pieces, block, SCALE_ROWS[1], DOWN_COUNT
             )
             sums += first
             second_sums += second
         result = _totals(sums)
         rows = unit * (2 * _ROWS) + gl.arange(0, _ROWS, layout=result.type.layout)
-        gl.store(out + rows, result.to(out.dtype.element_ty))
-        gl.store(out + _ROWS + rows, _totals(second_sums).to(out.dtype.element_ty))
+        gl.store(out + rows, result)
+        gl.store(out + _ROWS + rows, _totals(second_sums))
 
 
 @gluon.jit
 def experts_one_float8_kernel(
     x,
+    ids,
+    shares,
+    residual,
+    total,
+    norm_weight,
+    router_weight,
+    router_bias,
+    num_hit,
+    num_experts,
+    eps,
+    scale,
     up,
     down,
     up_scales,
@@ -618,19 +813,21 @@ def experts_one_float8_kernel(
     places,
     tickets,
     counter,
+    logits,
     out,
-    ids,
-    shares,
     size,
     inner,
     up_stride,
     down_stride,
     up_num_scales,
     down_num_scales,
+    OFFSET: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     UP_BLOCKS: gl.constexpr,
     DOWN_BLOCKS: gl.constexpr,
-    UP_BATCHES: gl.constexpr,
-    DOWN_BATCHES: gl.constexpr,
+    PARTS: gl.constexpr,
+    BATCHES: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -640,57 +837,68 @@ def experts_one_float8_kernel(
     TAKING_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The sum of a token's experts, weighted by `shares`, into out bfloat16 [size].
+    """The sum of a token's experts, weighted by `shares`, into out float32 [size].
 
     Args:
-        x: int32 [size / 2], pairs of bfloat16.
+        x: [size].
+        ids, shares: as in Routed; None: the kernel norms x and routes it, by what follows.
+        residual, total, norm_weight, eps, OFFSET: as in DeferredNorm.
+        router_weight, router_bias: as in RouterWeights.
+        num_hit: see make_router_kernel.
+        num_experts, scale, RENORMALISES: as in RoutingConfig.
         up, down: descriptors of rows [pieces, 128], of an expert's 2 `inner` gates and ups with
             `size` inputs, and of its `size` outputs with `inner` inputs.
         up_scales, down_scales: descriptors of Float8Projection's scales, in one row.
-        places, tickets: of experts_one_mx.py's Exchange; gates are pairs of bfloat16.
-        counter: of claims, 0.
+        places, tickets, counter, logits: of Exchange; ALL_EXPERTS the last dimension of logits.
         up_stride, down_stride: from an expert's scales to the next one's.
         up_num_scales, down_num_scales: from the scales of a row of blocks to the next one's.
         UP_BLOCKS, DOWN_BLOCKS: blocks of 8 pieces, of a row.
-        UP_BATCHES, DOWN_BATCHES: batches of blocks of x, and of all experts' gates.
+        PARTS, BATCHES: parts of x, and batches of blocks of all experts' gates.
         SCALE_ROWS: rows of a block with scales, for up and down; 0: each row has a scale.
         OWN: units of gates of each program that it does not claim.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WHOLE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    BATCHES: gl.constexpr = UP_BATCHES + DOWN_BATCHES
-    tiles = gl.allocate_shared_memory(up.dtype, [2 * STAGES, _ROWS, _FOLD, _PIECE], up.layout)
+    DTYPE: gl.constexpr = gl.float8e4nv
+    tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, _ROWS, _FOLD, _PIECE], up.layout)
     scale_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, _SCALES], up_scales.layout)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [BATCHES, 2 * _BATCH * _FOLD, _PIECE], WHOLE)
-    x_scales = gl.allocate_shared_memory(gl.float32, [BATCHES, _BATCH * _FOLD], FLAT)
+    x_tiles = gl.allocate_shared_memory(DTYPE, [PARTS, 2 * _PART, _PIECE], WHOLE)
+    x_scales = gl.allocate_shared_memory(gl.float32, [PARTS, _PART], FLAT)
+    gate_tiles = gl.allocate_shared_memory(DTYPE, [BATCHES, 2 * _BATCH * _FOLD, _PIECE], WHOLE)
+    gate_scales = gl.allocate_shared_memory(gl.float32, [BATCHES, _BATCH * _FOLD], FLAT)
     LEFT: gl.constexpr = [2 * STAGES, _ROWS * _FOLD, _PIECE]
     NUMBERS: gl.constexpr = [2 * STAGES * _SCALES // 8, 8]
     if _IS_PUBLIC:
-        left = tiles.reinterpret(gl.float8e4nv, LEFT, WHOLE)
+        left = tiles.reinterpret(DTYPE, LEFT, WHOLE)
         numbers = scale_tiles.reinterpret(gl.float32, NUMBERS, FLAT)
     else:
-        left = tiles._reinterpret(gl.float8e4nv, LEFT, WHOLE)
+        left = tiles._reinterpret(DTYPE, LEFT, WHOLE)
         numbers = scale_tiles._reinterpret(gl.float32, NUMBERS, FLAT)
     units = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    given = gl.allocate_shared_memory(gl.int64, [1 + DOWN_BATCHES, 1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [1 + BATCHES, 1], mbarrier.MBarrierLayout())
     near = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    is_told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     buffer = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
-    for i in gl.static_range(1 + DOWN_BATCHES):
+    for i in gl.static_range(1 + BATCHES):
         mbarrier.init(given.index(i), count=1)
     mbarrier.init(near.index(0), count=1)
-    mbarrier.init(told.index(0), count=1)
+    mbarrier.init(is_told.index(0), count=1)
+    choice = ()
+    if ids is None:
+        choice = make_choice(TOP_K)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     ring = (tiles, left, scale_tiles, numbers, units, ready, free)
-    launch = (buffer, told)
-    inputs = (x_tiles, x_scales)
+    launch = (buffer, is_told)
+    x_inputs = (x_tiles, x_scales)
+    inputs = (gate_tiles, gate_scales)
+    source = (ids, shares, logits, num_experts, scale, choice)
     gl.warp_specialize(
         [
             (
@@ -700,14 +908,13 @@ def experts_one_float8_kernel(
                     places,
                     launch,
                     ring,
+                    x_inputs,
                     inputs,
                     given,
                     size,
                     inner,
                     UP_BLOCKS,
                     DOWN_BLOCKS,
-                    UP_BATCHES,
-                    DOWN_BATCHES,
                     SCALE_ROWS,
                     TOP_K,
                     EPILOGUE,
@@ -716,27 +923,34 @@ def experts_one_float8_kernel(
             (
                 _take_in,
                 (
-                    x,
-                    shares,
+                    (x, residual, eps),
+                    norm_weight,
+                    (router_weight, router_bias),
+                    total,
+                    source,
                     places,
                     launch,
+                    x_inputs,
                     inputs,
                     given,
                     near,
                     size,
                     inner,
-                    UP_BLOCKS,
+                    OFFSET,
                     DOWN_BLOCKS,
-                    UP_BATCHES,
-                    DOWN_BATCHES,
+                    PARTS,
+                    BATCHES,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     PDL,
                 ),
             ),
             (
                 _fetch,
                 (
-                    ids,
+                    source,
+                    launch,
                     (up, up_scales, 2 * inner, up_stride, up_num_scales),
                     (down, down_scales, size, down_stride, down_num_scales),
                     ring,
@@ -748,6 +962,8 @@ def experts_one_float8_kernel(
                     DOWN_BLOCKS,
                     SCALE_ROWS,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     OWN,
                     PDL,
                 ),
@@ -755,11 +971,14 @@ def experts_one_float8_kernel(
             (
                 _take_turns,
                 (
+                    source,
+                    num_hit,
                     places,
                     tickets,
                     launch,
                     inner,
                     TOP_K,
+                    ALL_EXPERTS,
                     PDL,
                 ),
             ),

@@ -134,7 +134,7 @@ def linear_one(
             programs = choose_programs(num_rows, size, is_gated, is_float8)
         else:
             programs = norming_programs(size, is_gated, is_float8)
-    out = x.new_empty((1, num_rows))
+    out = x.new_empty((1, num_rows), dtype=x.dtype if norm is None else norm.dtype)
     num_programs = triton.cdiv(num_rows, programs.rows)
     writes = norm is not None and norm.total is not None
     _linear_one_kernel[(num_programs + writes,)](
