@@ -51,6 +51,7 @@ from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
     _fetch_tile,
+    prefetch,
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
@@ -60,10 +61,11 @@ from octavo.ops.cuda.routing_in_kernel import (
     announce_logit,
     choose,
     empty_logits,
-    load_early,
+    load_weights,
     logit_shape,
     make_choice,
     norm_row,
+    prefetch_weights,
     store_total,
     told,
     told_shares,
@@ -173,6 +175,7 @@ def _launch(
 ) -> Tensor:
     gates, downs, device = up.tables, down.tables, source.x.device
     num_programs = num_sms(device)  # With more, some would wait for others that find no room.
+    assert top_k <= _TEAMS.value * num_programs, "each slot has a team at least"
     out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
     exchange = _exchange(
         device, top_k, downs.num_blocks, downs.num_rows, source.num_experts, num_programs
@@ -280,13 +283,21 @@ def _expert_of(experts, slot):
 
 
 @gluon.jit
-def _units_of(num_gates, TEAM: gl.constexpr):
-    """A team's first units of gates and of down projections, and how far its units are from each
-    other: units of both are counted together."""
-    step = _TEAMS * gl.num_programs(0)
-    first = gl.program_id(0) + TEAM * gl.num_programs(0)
-    own_gates = gl.cdiv(gl.maximum(num_gates - first, 0), step)
-    return first, first + own_gates * step - num_gates, step
+def _units_of(down_octets, TOP_K: gl.constexpr, TEAM: gl.constexpr):
+    """A team's first unit of gates, and how far they are from each other; and the same of its down
+    projections, before that where they end. All of them are of one slot, so that gates are taken in
+    once; those who have a unit of gates less have the first of them."""
+    num_teams = _TEAMS * gl.num_programs(0)
+    team = gl.program_id(0) + TEAM * gl.num_programs(0)
+    each = num_teams // TOP_K  # teams of a slot; others have none
+    slot = team % TOP_K
+    first = gl.where(
+        team < each * TOP_K,
+        slot * down_octets + each - 1 - team // TOP_K,
+        TOP_K * down_octets,
+    )
+    end = gl.minimum(slot + 1, TOP_K) * down_octets
+    return team, num_teams, first, end, each
 
 
 @gluon.jit
@@ -303,23 +314,24 @@ def _fetch_units(
     ring,
     stage,
     phase,
-    first,
+    units,
     slot,
     octet,
-    step,
     ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     """Load the words and shifts of a team's units of one projection; the next stage and phase.
 
+    units: the first one, where they end, and how far they are from each other.
     slot, octet: of the first unit.
     """
+    first, end, step = units
     words, shifts, octets, num_tiles = source
     tiles, shift_tiles, ready, free = ring
     STAGES: gl.constexpr = ready.shape[0]
     WARPS: gl.constexpr = words.block_type.shape[1]
     BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
-    for unit in range(first, len(experts) * octets, step):
+    for unit in range(first, end, step):
         tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
         octet = octet % _TILE_OCTETS
         for begin in gl.static_range(0, ROUNDS, SLOTS):
@@ -340,6 +352,7 @@ def _fetch_units(
 @gluon.jit
 def _fetch(
     source,
+    inputs,
     launch,
     up,
     down,
@@ -354,27 +367,28 @@ def _fetch(
     PDL: gl.constexpr,
 ):
     """The partition that loads a team's weights."""
-    first, first_down, step = _units_of(TOP_K * up[2], TEAM)
+    first, step, first_down, end_down, down_step = _units_of(down[2], TOP_K, TEAM)
+    units = (first, TOP_K * up[2], step)
+    down_units = (first_down, end_down, down_step)
     # The next loads depend on ids, and what can be is done before they are there.
     slot, octet = first // up[2], first % up[2]
     down_slot, down_octet = first_down // down[2], first_down % down[2]
+    if inputs[3] is not None and TEAM == 1:
+        prefetch_weights(inputs[3], inputs[5], inputs[7], inputs[9])
     if PDL:
         tl.extra.cuda.gdc_wait()
     experts = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
     none = gl.to_tensor(0)
-    stage, phase = _fetch_units(
-        up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
-    )
+    stage, phase = _fetch_units(up, experts, ring, none, none, units, slot, octet, UP_ROUNDS, SLOTS)
     _fetch_units(
         down,
         experts,
         ring,
         stage,
         phase,
-        first_down,
+        down_units,
         down_slot,
         down_octet,
-        step,
         DOWN_ROUNDS,
         SLOTS,
     )
@@ -492,7 +506,7 @@ def _multiply(
         x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
     free = ring[3]
     num_gates = TOP_K * up_octets
-    first, first_down, step = _units_of(num_gates, TEAM)
+    first, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     scale = _prepare_inputs(
         source, size, x_tiles, launch, UP_ROUNDS, OFFSET, ALL_EXPERTS, TEAM, PDL
     )
@@ -501,13 +515,12 @@ def _multiply(
     phase = gl.to_tensor(0)
     inner = up_octets * _ROWS
     words_each = gl.cdiv(inner, _BLOCK) * (_BLOCK // 2)
-    num_downs = TOP_K * down_octets
+    slot = gl.minimum(first_down // down_octets, TOP_K - 1)
     found = _no_gates(DOWN_ROUNDS, BOUNDED)
     for unit in range(first, num_gates, step):
         is_second = unit % up_octets % 2 == 1
         if unit + step >= num_gates:  # Gates are asked for one unit ahead.
-            own_places = places + _own_buffer(launch) * (TOP_K * words_each)
-            own_places += gl.minimum(first_down, num_downs - 1) // down_octets * words_each
+            own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
             found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
@@ -515,22 +528,18 @@ def _multiply(
         _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
         stage, phase = _following(stage, phase, STAGES)
         turn += 1
-    places = places + _own_buffer(launch) * (TOP_K * words_each)
-    for unit in range(first_down, num_downs, step):
+    own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
+    while _lowest(found) == EMPTY:
+        found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+    if BOUNDED:
+        for i in gl.static_range(DOWN_ROUNDS):
+            x_words.index(i).store(found[i])
+        fence_async_shared()
+        _barrier()
+    else:
+        down_scale = _store_in_two(_pairs(found), x_tiles)
+    for unit in range(first_down, end_down, down_step):
         is_second = unit % down_octets % 2 == 1
-        while _lowest(found) == EMPTY:
-            own_places = places + unit // down_octets * words_each
-            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
-        if BOUNDED:
-            for i in gl.static_range(DOWN_ROUNDS):
-                x_words.index(i).store(found[i])
-            fence_async_shared()
-            _barrier()
-        else:
-            down_scale = _store_in_two(_pairs(found), x_tiles)
-        following = gl.minimum(unit + step, num_downs - 1)
-        next_places = places + following // down_octets * words_each
-        found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
         )
@@ -561,7 +570,7 @@ def _prepare_inputs(
 ):
     """Write the inputs, perhaps after their norm, in two e4m3 numbers each; as `_store_in_two`. One
     team's partition has the router's logit, too."""
-    x, residual, total, norm_weight, eps, router, bias, num_experts, places = source
+    x, residual, total, norm_weight, eps, router, bias, num_experts, places, _size = source
     WARPS: gl.constexpr = gl.num_warps()
     BY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     if norm_weight is None:
@@ -569,16 +578,17 @@ def _prepare_inputs(
             tl.extra.cuda.gdc_wait()
         parts = _load_inputs(x, size, ROUNDS)
     else:
-        own_router = router if TEAM == 0 else None
-        early = load_early(
-            norm_weight, own_router, bias, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
-        )
         if PDL:
             tl.extra.cuda.gdc_wait()
+        own_router = router if TEAM == 0 else None
+        expert, buffer = _told_ticket(launch)
+        weights = load_weights(
+            norm_weight, own_router, bias, expert, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
+        )
         norm = (x, residual, eps)
-        parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
+        parts, stream, logit = norm_row(norm, weights, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
         if TEAM == 0:
-            announce_logit(logit, places, _own_buffer(launch), num_experts, ALL_EXPERTS)
+            announce_logit(logit, places, buffer, expert, num_experts, ALL_EXPERTS)
             store_total(total, stream, size, ROUNDS, WARPS, _BLOCK, BY)
     return _store_in_two(parts, x_tiles)
 
@@ -760,30 +770,45 @@ def _sum_of_partial(words):
 
 
 @gluon.jit
-def _begin(places, partial, tickets, launch, words_all, partial_all):
-    """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
-    one."""
+def _take_ticket(tickets, launch, PDL: gl.constexpr):
+    """Find out which of both buffers the launch uses, and how many of its programs were before this
+    one, and tell it to the other partitions.
+
+    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
+    launch of this one may take tickets, when all programs have theirs.
+    """
     numbers, is_told = launch
-    num_programs = gl.num_programs(0)
+    all_programs = 2 * gl.num_programs(0)
+    ticket = _add(tickets, 1)
+    if ticket == all_programs - 1:  # All programs of both launches have theirs.
+        # The largest is the ticket: it is waited for, that is, until the counter is 0.
+        ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
+    if PDL and ticket >= 0:  # always: it is waited for
+        tl.extra.cuda.gdc_launch_dependents()
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
+    _barrier()
+    mbarrier.arrive(is_told.index(0), count=1)
+
+
+@gluon.jit
+def _add(counter, value):
+    """Add to a number in memory, by one lane of a single warp; what it was before."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     none = gl.zeros_like(lanes)
     first = lanes == 0
-    before = gl.atomic_add(tickets + none, none + 1, mask=first, sem="relaxed", scope="gpu")
-    ticket = gl.sum(gl.where(first, before, 0), 0)
-    own = (ticket >= num_programs).to(gl.int32)
-    if ticket == 2 * num_programs - 1:  # All programs of both launches have begun.
-        gl.store(tickets, 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.store(gl.zeros([1], gl.int32, ONE) + own)
-    _barrier()
-    mbarrier.arrive(is_told.index(0), count=1)
+    before = gl.atomic_add(counter + none, none + value, mask=first, sem="relaxed", scope="gpu")
+    return gl.sum(gl.where(first, before, 0), 0)
+
+
+@gluon.jit
+def _empty_other(places, own, words_all):
+    """Make all places EMPTY of the buffer that the launch does not use."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    empty = gl.zeros_like(lanes) + EMPTY
     others = places + (1 - own) * words_all
-    for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
-        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
-    others = partial + (1 - own) * partial_all
-    for start in range(gl.program_id(0) * 32, partial_all, num_programs * 32):
-        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < partial_all)
-    return own
+    for start in range(gl.program_id(0) * 32, words_all, gl.num_programs(0) * 32):
+        gl.store(others + start + lanes, empty, mask=start + lanes < words_all)
 
 
 @gluon.jit
@@ -818,12 +843,21 @@ def _store_words(words, places):
 
 
 @gluon.jit
-def _own_buffer(launch):
-    """Which of both buffers the launch uses, once `_begin` has told it."""
+def _told_ticket(launch):
+    """What `_take_ticket` has found, once it is told: the program's number, and the buffer's."""
     numbers, is_told = launch
     mbarrier.wait(is_told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.load(ONE), 0)
+    ticket = gl.max(numbers.load(ONE), 0)
+    buffer = (ticket >= gl.num_programs(0)).to(gl.int32)
+    return ticket - buffer * gl.num_programs(0), buffer
+
+
+@gluon.jit
+def _own_buffer(launch):
+    """Which of both buffers the launch uses."""
+    _number, buffer = _told_ticket(launch)
+    return buffer
 
 
 @gluon.jit
@@ -835,23 +869,11 @@ def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first
     expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
     own = expert.to(gl.int64) * num_rows + row
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
-    _prefetch(factors + own)
-    _prefetch(factors + second)
+    prefetch(factors + own)
+    prefetch(factors + second)
     if bias is not None:
-        _prefetch(bias + own)
-        _prefetch(bias + second)
-
-
-@gluon.jit
-def _prefetch(places):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        prefetch(bias + own)
+        prefetch(bias + second)
 
 
 @gluon.jit
@@ -887,20 +909,25 @@ def _finish(
     up_octets, up_rows, up_first = up
     down_octets, down_rows, down_first = down
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     num_gates = TOP_K * up_octets
-    num_downs = TOP_K * down_octets
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     num_others = (TOP_K - 1) * down_rows
     ids, _weights, logits, num_experts, _scale, _choice = source
-    if ids is None and TEAM == 0:  # Logits wait for the number of the buffer.
-        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
-        empty_logits(logits, buffer, num_experts, ALL_EXPERTS)
-        if gl.program_id(0) == 0:
-            gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
+    if TEAM == 0:
+        _take_ticket(tickets, launch, PDL)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    number, buffer = _told_ticket(launch)
+    if TEAM == 0:
+        _empty_other(places, buffer, TOP_K * words_each)
+        _empty_other(partial, buffer, num_others)
+        if ids is None:
+            empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
+            if number == 0:
+                count = gl.to_tensor(TOP_K).to(gl.int64)
+                gl.atomic_add(num_hit, count, sem="relaxed", scope="gpu")
     experts = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
-    first_gate, first_down, step = _units_of(num_gates, TEAM)
+    first_gate, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
     factor, second_factor, shift, second_shift = _load_rows(
@@ -908,12 +935,8 @@ def _finish(
     )
     _fetch_rows(up_factors, up_bias, experts, first_gate, step, up_octets, up_rows, up_first)
     _fetch_rows(
-        down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
+        down_factors, down_bias, experts, first_down, down_step, down_octets, down_rows, down_first
     )
-    if ids is not None and TEAM == 0:
-        buffer = _begin(places, partial, tickets, launch, TOP_K * words_each, num_others)
-    elif TEAM == 1:
-        buffer = _own_buffer(launch)
     _keep_shares(source, own_shares, TOP_K, RENORMALISES)
     own_places = places + buffer * (TOP_K * words_each)
     own_partial = partial + buffer * num_others
@@ -937,9 +960,9 @@ def _finish(
     factor, second_factor, shift, second_shift = _load_rows(
         of_downs, first_down, down_octets, down_rows, down_first, OUT
     )
-    for unit in range(first_down, num_downs, step):
+    for unit in range(first_down, end_down, down_step):
         next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
-            of_downs, unit + step, down_octets, down_rows, down_first, OUT
+            of_downs, unit + down_step, down_octets, down_rows, down_first, OUT
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
@@ -1086,8 +1109,6 @@ def experts_one_kernel(
     if ids is None:
         choice = make_choice(TOP_K)
     fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     launch = (numbers, is_told)
     inputs = (
         x,
@@ -1099,6 +1120,7 @@ def experts_one_kernel(
         router_bias,
         num_experts,
         logits,
+        size,
     )
     source = (ids, shares, logits, num_experts, scale, choice)
     own_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
@@ -1157,6 +1179,7 @@ def experts_one_kernel(
                 _fetch,
                 (
                     source,
+                    inputs,
                     launch,
                     up,
                     down,
@@ -1175,6 +1198,7 @@ def experts_one_kernel(
                 _fetch,
                 (
                     source,
+                    inputs,
                     launch,
                     up,
                     down,

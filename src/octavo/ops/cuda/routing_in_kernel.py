@@ -16,21 +16,25 @@ parts [A, B] of A * B neighbouring elements each:
 
   before partitions begin
     choice = make_choice(TOP_K)
-  in the partition that multiplies, before it waits for the preceding kernel
-    early = load_early(norm_weight, router, bias, num_experts, size, ROUNDS, A, B, BY)
-  in it, after the wait
-    parts, stream, logit = norm_row(norm, early, size, OFFSET, ROUNDS, A, B, BY), normed in float32
-    announce_logit(logit, places, own, num_experts, ALL), if it has a router
+  in a single warp, before it waits for the preceding kernel
+    prefetch_weights(norm_weight, router, num_experts, size)
+  in the partition that multiplies, after the wait
+    weights = load_weights(norm_weight, router, bias, expert, num_experts, size, ROUNDS, A, B, BY)
+    parts, stream, logit = norm_row(norm, weights, size, OFFSET, ROUNDS, A, B, BY), normed in
+        float32
+    announce_logit(logit, places, own, expert, num_experts, ALL), if it has a router
     store_total(total, stream, size, ROUNDS, A, B, BY), the same
   in a single warp, after the wait
-    empty_logits(places, own, num_experts, ALL)
+    empty_logits(places, own, expert, num_experts, ALL)
   in a single warp, after the wait
     ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls
   in other partitions
     ids = told(choice, TOP_K), which waits
     shares = told_shares(choice, scale, TOP_K, RENORMALISES), after told
 
-where own is the number of the launch's buffer, and
+where own is the number of the launch's buffer, expert another number for each program (programs
+whose numbers are below that of experts have logits to compute, so early programs should have
+these), and
     router, bias: as in RouterWeights; router is None in partitions that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
     places: int32 [2, *logit_shape], and ALL their last dimension; of launches that all route
@@ -44,13 +48,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from octavo.ops.cuda.linear_hopper import _barrier
+from octavo.ops.cuda.linear_hopper import _barrier, prefetch
 from octavo.ops.cuda.routing import LOWEST_KEY, NAN_KEY
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import RouterWeights
 from octavo.routing import RoutingConfig, Scoring
 
 EMPTY = tl.constexpr(-2147483648)  # minus zero
+_LINE = tl.constexpr(64)  # elements of 16 bits in a line of the L2 cache
 _COPIES = tl.constexpr(4)  # of each logit, so that not all programs read the same line
 
 
@@ -63,6 +68,16 @@ def routes_in_kernel(router: RouterWeights, config: RoutingConfig, num_programs:
 def logit_shape(num_experts: int) -> tuple[int, int]:
     """Of a buffer of places, int32, which are EMPTY before its first launch."""
     return _COPIES.value, max(32, power_of_2(num_experts))
+
+
+@gluon.jit
+def prefetch_weights(norm_weight, router, num_experts, size):
+    """Have the weights of the norm and of the router on their way to the L2 cache: some of each
+    program, so that each line is asked for by several, of which some begin late. By a single warp.
+    """
+    number = gl.program_id(0) * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    prefetch(norm_weight + number % gl.cdiv(size, _LINE) * _LINE)
+    prefetch(router + number % gl.cdiv(num_experts * size, _LINE) * _LINE)
 
 
 @gluon.jit
@@ -86,10 +101,11 @@ def _place(i: gl.constexpr, A: gl.constexpr, B: gl.constexpr, BY: gl.constexpr):
 
 
 @gluon.jit
-def load_early(
+def load_weights(
     norm_weight,
     router,
     bias,
+    expert,
     num_experts,
     size,
     ROUNDS: gl.constexpr,
@@ -97,12 +113,16 @@ def load_early(
     B: gl.constexpr,
     BY: gl.constexpr,
 ):
-    """What no kernel writes: the norm's weights, and the row and bias of the program's expert."""
+    """The norm's weights, and the row and bias of the program's expert.
+
+    Loaded before the wait, they would delay programs that begin late, presumably since the wait
+    ends after them.
+    """
     weights = _load_row(norm_weight, size, ROUNDS, A, B, BY)
     row = ()
     shift = 0.0
     if router is not None:
-        expert = gl.minimum(gl.program_id(0), num_experts - 1)
+        expert = gl.minimum(expert, num_experts - 1)
         row = _load_row(router + expert * size, size, ROUNDS, A, B, BY)
         if bias is not None:
             shift = gl.load(bias + expert, volatile=True).to(gl.float32)
@@ -112,7 +132,7 @@ def load_early(
 @gluon.jit
 def norm_row(
     norm,
-    early,
+    weights,
     size,
     OFFSET: gl.constexpr,
     ROUNDS: gl.constexpr,
@@ -123,7 +143,7 @@ def norm_row(
     """The normed row and the new residual stream in parts, and the logit of the program's expert;
     of any, if it has none."""
     x, residual, eps = norm
-    weights, row, shift = early
+    scales, row, shift = weights
     before = _load_row(residual, size, ROUNDS, A, B, BY)
     stream = _load_row(x, size, ROUNDS, A, B, BY)
     if residual is not None:
@@ -138,7 +158,7 @@ def norm_row(
     scaled = ()
     for i in gl.static_range(ROUNDS):
         values = stream[i].to(gl.float32)
-        part = values * (weights[i].to(gl.float32) + OFFSET)
+        part = values * (scales[i].to(gl.float32) + OFFSET)
         squares += values * values
         if len(row) > 0:
             products += part * row[i].to(gl.float32)
@@ -174,25 +194,26 @@ def store_total(
 
 
 @gluon.jit
-def announce_logit(logit, places, own, num_experts, ALL: gl.constexpr):
+def announce_logit(logit, places, own, expert, num_experts, ALL: gl.constexpr):
     """Store the logit of the program's expert, if it has one, to all copies."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words = (gl.zeros([_COPIES], gl.float32, LANES) + logit).to(gl.int32, bitcast=True)
     words = gl.where(words == EMPTY, 0, words)
-    _store_copies(words, places, own, num_experts, ALL, LANES)
+    _store_copies(words, places, own, expert, num_experts, ALL, LANES)
 
 
 @gluon.jit
-def empty_logits(places, own, num_experts, ALL: gl.constexpr):
+def empty_logits(places, own, expert, num_experts, ALL: gl.constexpr):
     """Make the place of the program's expert EMPTY in the buffer that the launch does not use."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words = gl.zeros([_COPIES], gl.int32, LANES) + EMPTY
-    _store_copies(words, places, 1 - own, num_experts, ALL, LANES)
+    _store_copies(words, places, 1 - own, expert, num_experts, ALL, LANES)
 
 
 @gluon.jit
-def _store_copies(words, places, buffer, num_experts, ALL: gl.constexpr, LANES: gl.constexpr):
-    expert = gl.program_id(0)
+def _store_copies(
+    words, places, buffer, expert, num_experts, ALL: gl.constexpr, LANES: gl.constexpr
+):
     copy = gl.arange(0, _COPIES, layout=LANES)
     targets = places + (buffer * (_COPIES * ALL) + expert) + copy * ALL
     is_own = gl.zeros_like(copy) + expert < num_experts
