@@ -38,12 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.experts_one_mx import (
-    _begin,
+    _empty_other,
     _expert_of,
     _following,
     _own_buffer,
     _Source,
     _store_words,
+    _take_ticket,
+    _told_ticket,
 )
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
@@ -59,10 +61,11 @@ from octavo.ops.cuda.routing_in_kernel import (
     announce_logit,
     choose,
     empty_logits,
-    load_early,
+    load_weights,
     logit_shape,
     make_choice,
     norm_row,
+    prefetch_weights,
     store_total,
     told,
     told_shares,
@@ -448,23 +451,31 @@ def _fetch(
 @gluon.jit
 def _take_turns(
     source,
+    norm_weight,
+    router_weight,
     num_hit,
     places,
     tickets,
     launch,
+    size,
     inner,
     TOP_K: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that finds which of both buffers the launch uses, a single warp."""
+    """The partition that finds which of both buffers the launch uses, and makes the other one
+    EMPTY, a single warp."""
     ids, _weights, logits, num_experts, _scale, _choice = source
+    if ids is None:
+        prefetch_weights(norm_weight, router_weight, num_experts, size)
+    _take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    own = _begin(places, places, tickets, launch, TOP_K * (inner // 2), 0)
+    number, buffer = _told_ticket(launch)
+    _empty_other(places, buffer, TOP_K * (inner // 2))
     if ids is None:
-        empty_logits(logits, own, num_experts, ALL_EXPERTS)
-        if gl.program_id(0) == 0:
+        empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
+        if number == 0:
             gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
 
 
@@ -537,17 +548,25 @@ def _give_x(
     router_weight, router_bias = router
     ids, _weights, logits, num_experts, _scale, _choice = source
     stream = ()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if ids is None:
-        early = load_early(
-            norm_weight, router_weight, router_bias, num_experts, size, PARTS, _PART, _PIECE, BY
+        expert, buffer = _told_ticket(launch)
+        weights = load_weights(
+            norm_weight,
+            router_weight,
+            router_bias,
+            expert,
+            num_experts,
+            size,
+            PARTS,
+            _PART,
+            _PIECE,
+            BY,
         )
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        parts, stream, logit = norm_row(norm, early, size, OFFSET, PARTS, _PART, _PIECE, BY)
-        announce_logit(logit, logits, _own_buffer(launch), num_experts, ALL_EXPERTS)
+        parts, stream, logit = norm_row(norm, weights, size, OFFSET, PARTS, _PART, _PIECE, BY)
+        announce_logit(logit, logits, buffer, expert, num_experts, ALL_EXPERTS)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         parts = _load_row(x, size, PARTS, _PART, _PIECE, BY)
     for i in gl.static_range(PARTS):
         scales.index(i).store(_store_in_two(parts[i].to(gl.float32), tiles.index(i)))
@@ -892,8 +911,6 @@ def experts_one_float8_kernel(
     if ids is None:
         choice = make_choice(TOP_K)
     fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     ring = (tiles, left, scale_tiles, numbers, units, ready, free)
     launch = (buffer, is_told)
     x_inputs = (x_tiles, x_scales)
@@ -972,10 +989,13 @@ def experts_one_float8_kernel(
                 _take_turns,
                 (
                     source,
+                    norm_weight,
+                    router_weight,
                     num_hit,
                     places,
                     tickets,
                     launch,
+                    size,
                     inner,
                     TOP_K,
                     ALL_EXPERTS,
