@@ -1,7 +1,7 @@
 """The experts' projections on NVIDIA GPUs, as grouped products.
 
-On Hopper GPUs FP8 has a kernel of its own while an expert has few tokens (experts_hopper.py), and
-MXFP4 has others (experts_mx_hopper.py).
+On Hopper GPUs FP8 has kernels of its own for one token (experts_one_float8.py) and while an expert
+has few tokens (experts_hopper.py), and MXFP4 has others (experts_mx_hopper.py).
 
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that

@@ -344,17 +344,25 @@ def _experts_of(
 
 
 @gluon.jit
-def _shares_of(source, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
-    """The weights of the experts' results; of chosen ones, once they are told."""
-    ids, weights, _places, _num_experts, scale, choice = source
+def _told_shares(source, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """The weights of the chosen experts' results, once they are told; none if they are given."""
+    ids, _weights, _places, _num_experts, scale, choice = source
     shares = ()
     if ids is None:
         told(choice, TOP_K)
         shares = told_shares(choice, scale, TOP_K, RENORMALISES)
-    else:
-        for i in gl.static_range(TOP_K):
-            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
     return shares
+
+
+@gluon.jit
+def _shares_of(source, shares, slot):
+    """Of slots, a tensor; `shares` are those that are told."""
+    ids, weights, _places, _num_experts, _scale, _choice = source
+    if ids is None:
+        found = _expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)
+    else:
+        found = gl.load(weights + slot, cache_modifier=".cg")
+    return found
 
 
 @gluon.jit
@@ -625,17 +633,17 @@ def _take_in(
     in_batch = gl.arange(0, _BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     num_words = inner // 2
     places = places + _own_buffer(launch) * (TOP_K * num_words)
-    shares = _shares_of(source, TOP_K, RENORMALISES)
+    shares = _told_shares(source, TOP_K, RENORMALISES)
     mbarrier.wait(near.index(0), 0)
     for batch in range(BATCHES):
         block = batch * _BATCH + in_batch
         slot = gl.minimum(block, BLOCKS - 1) // DOWN_BLOCKS
+        share = _shares_of(source, shares, slot)
         own_block = gl.where(block < BLOCKS, block % DOWN_BLOCKS, -1)
         words = _load_words(places, slot * num_words, own_block, num_words)
         while gl.min(gl.min(gl.min(words, 2), 1), 0) == EMPTY:
             words = _load_words(places, slot * num_words, own_block, num_words)
         scale = _store_in_two(_values_of(words), tiles.index(batch)).reshape([_BATCH, _FOLD])
-        share = _expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)
         share = gl.convert_layout(share, gl.SliceLayout(1, scale.type.layout))
         scales.index(batch).store((scale * share[:, None]).reshape([_BATCH * _FOLD]))
         _give(given, 1 + batch)
