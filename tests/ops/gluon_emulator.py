@@ -1,8 +1,8 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py and experts_one_mx.py
-use.
+linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py
+and experts_one_float8.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,

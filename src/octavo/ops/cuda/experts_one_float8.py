@@ -88,7 +88,7 @@ _STAGES = 4
 _STAGE_BYTES = 2 * (_ROWS.value * _FOLD.value * BLOCK + 4 * _SCALES.value)
 _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
-_TAKING_WARPS, _TAKING_REGISTERS = 4, 128
+_TAKING_WARPS, _TAKING_REGISTERS = 4, 128  # of the partition that makes two numbers of inputs
 _OWN = 2  # units of gates of each program that it does not claim
 
 
