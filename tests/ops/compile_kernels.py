@@ -389,6 +389,7 @@ def experts() -> None:
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     bounded_experts_of_one_token()
+    float8_experts_of_one_token()
     experts_that_route()
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
@@ -412,6 +413,41 @@ def bounded_experts_of_one_token() -> None:
     assert kernel is not None
     routed = Routed(torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 4))
     kernel.apply_partial(torch.zeros(1, size, dtype=torch.bfloat16), routed)
+
+
+def float8_experts_of_one_token() -> None:
+    """experts_one_float8.py's kernel with a scale for each row and for blocks, with one block or
+    two at once, and with a norm and a router."""
+    from octavo.ops.cuda import experts_one_float8
+    from octavo.ops.cuda.expert_weights import ExpertMatrices
+    from octavo.ops.cuda.experts_one_float8 import (
+        Float8Projection,
+        mix_one_float8,
+        norm_route_and_mix_one_float8,
+    )
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import Routed, RouterWeights, Unrouted
+    from octavo.ops.norm import DeferredNorm
+    from octavo.ops.quantized import ScaledFloat8
+    from octavo.routing import RoutingConfig
+
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    experts_one_float8.num_sms = lambda device: 132
+    for block, top_k, size in (((1, 4096), 4, 2048), ((128, 128), 3, 640)):
+        dense = torch.randn(top_k, 512, size), torch.randn(top_k, size, 256)
+        forms = [ScaledFloat8.quantize(each, block) for each in dense]
+        matrices = [ExpertMatrices.of(each) for each in forms]
+        up, down = [Float8Projection.of(each) for each in matrices if each is not None]
+        assert up is not None
+        assert down is not None
+        routed = Routed(torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k))
+        x = torch.zeros(1, size, dtype=torch.bfloat16)
+        mix_one_float8(x, routed, up, down, Epilogue.SILU_MUL)
+        norm = DeferredNorm(x, x[0], 1e-5, 0.0, x, x)
+        router = RouterWeights(torch.zeros(40, size, dtype=torch.bfloat16))
+        config = RoutingConfig(num_experts=40, top_k=top_k)
+        given = Unrouted(norm, router, config, num_hit)
+        norm_route_and_mix_one_float8(given, up, down, Epilogue.SILU_MUL)
 
 
 def experts_that_route() -> None:

@@ -1,8 +1,8 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py and experts_one_mx.py
-use.
+linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py
+and experts_one_float8.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
@@ -440,13 +440,23 @@ def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """PTX of 32-bit registers: mov, shifts, and, xor, mad, prmt, lop3, and operations on
-    two 16-bit numbers; or a prefetch, which has no result. `pack` neighbouring words of each
-    argument have a register each, and so many elements share one of the results."""
+    two 16-bit numbers; or a prefetch, which has no result; or `atom.inc` of a number in memory by
+    the first lane. `pack` neighbouring words of each argument have a register each, and
+    so many elements share one of the results."""
     if "prefetch" in text:
         for each in args:
             assert isinstance(each, Pointer)
             assert (each.offset < len(each.memory)).all(), "fetched from behind a tensor"
         return None
+    if "atom" in text:
+        assert "inc.u32" in text
+        place, lanes, last = args
+        results = torch.zeros_like(lanes)
+        with _atomic:
+            before = int(place.memory[place.offset[0]])
+            results[0] = before
+            place.memory[place.offset[0]] = 0 if before >= last[0] else before + 1
+        return results
     if not isinstance(dtype, tuple):
         (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
         return one

@@ -18,7 +18,7 @@ from octavo.layers.experts import MixtureOfExperts
 from octavo.layers.norm import RMSNorm
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_mx_hopper, experts_one_mx, routing
+from octavo.ops.cuda import experts_mx_hopper, experts_one_float8, experts_one_mx, routing
 from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_hopper_tiles,
@@ -797,6 +797,159 @@ def test_experts_choose_in_the_kernel_by_logits_alone() -> None:
         replace(plain, num_groups=3, top_groups=2),
     ):
         assert not routes_in_kernel(weights, other, 6)
+
+
+def few_float8_experts(
+    form: str, epilogue: Epilogue, top_k: int, size: int, inner: int, device: torch.device
+) -> tuple[QuantizedExpertWeights, Tensor, Routed]:
+    """Weights without biases, one token, and its experts."""
+    config = RoutingConfig(num_experts=top_k + 3, top_k=top_k)
+    dense = expert_weights(config.num_experts, size, inner, device)
+    weights = QuantizedExpertWeights(*(quantized(form, each) for each in dense[:2]))
+    x = (numbers(1, size, device=device) * 3).bfloat16()
+    x[:, 5] *= 1e3
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, device), config, x.float())
+    return weights, x, routed
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "top_k", "size", "inner", "num_sms"),
+    [
+        (Epilogue.SILU_MUL, 3, 256, 128, 3),  # units are claimed
+        (Epilogue.CLAMPED_SWIGLU, 5, 1280, 256, 2),  # two blocks of x, two batches of gates
+        (Epilogue.SILU_MUL, 2, 256, 1152, 5),  # two blocks of an expert's gates
+        (Epilogue.SILU_MUL, 1, 384, 128, 40),  # programs that have nothing to do
+    ],
+)
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_float8_of_one_token_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    epilogue: Epilogue,
+    top_k: int,
+    size: int,
+    inner: int,
+    num_sms: int,
+) -> None:
+    """experts_one_float8.py's kernel, carried out by the emulator; buffers take turns, and are left
+    as they were."""
+    kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
+    monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
+    monkeypatch.setattr(experts_one_float8, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    weights, x, routed = few_float8_experts(form, epilogue, top_k, size, inner, CPU)
+    experts = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert experts is not None
+    got = experts.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
+    for _ in range(2):
+        assert torch.equal(experts.apply_partial(x, routed), got)
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    assert experts.apply_partial(bad, routed).isnan().all()
+    assert torch.equal(experts.apply_partial(x, routed), got)
+
+
+@pytest.mark.parametrize("config", ROUTED_IN_KERNEL.values(), ids=ROUTED_IN_KERNEL)
+@pytest.mark.parametrize("adds", [False, True])
+def test_float8_experts_that_norm_and_route(
+    monkeypatch: pytest.MonkeyPatch, config: RoutingConfig, adds: bool
+) -> None:
+    """By the emulator; more than one part of the input, of which the second one is not whole."""
+    kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
+    monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
+    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    for module in (experts_one_float8, cuda_experts):
+        monkeypatch.setattr(module, "num_sms", lambda device: 6)
+    size, inner = 2304, 128
+    dense = expert_weights(config.num_experts, size, inner, CPU)
+    weights = QuantizedExpertWeights(*(quantized("float8-rows", each) for each in dense[:2]))
+    given = unrouted(numbers(1, size).bfloat16(), config, 0.25, adds)
+    experts = cuda_experts.CudaExperts.of(weights, Epilogue.SILU_MUL)
+    assert experts is not None
+    assert experts.routes_inputs(1, given.router, config)
+    assert not experts.routes_inputs(2, given.router, config)
+    assert not experts.routes_inputs(1, RouterWeights(given.router.weight.half()), config)
+    wanted, stream = mixed_by_reference(given, weights, Epilogue.SILU_MUL)
+    for i in range(3):
+        got = experts.apply_unrouted(given)
+        assert (got - wanted).norm() < 3e-3 * wanted.norm()
+        assert given.num_hit == (i + 1) * config.top_k
+        assert given.norm.total is None or torch.equal(given.norm.total, stream)
+    bad = given.norm.x.clone()
+    bad[0, 7] = torch.nan
+    assert experts.apply_unrouted(given._replace(norm=given.norm._replace(x=bad))).isnan().all()
+    assert torch.equal(experts.apply_unrouted(given), got)
+
+
+@pytest.mark.parametrize("change", ["bias", "rows", "blocks", "dtype", "memory"])
+def test_float8_of_one_token_that_the_kernel_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Other kernels compute it."""
+    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    form = "float8-blocks"
+    weights, _x, _routed = few_float8_experts(form, Epilogue.SILU_MUL, 2, 256, 128, CPU)
+    if change == "bias":
+        weights = weights._replace(down_bias=torch.zeros(5, 256))
+    if change in ("rows", "blocks"):
+        block = (24, 128) if change == "rows" else (128, 256)
+        up = ScaledFloat8.quantize(weights.up.dequantize(), block)
+        weights = weights._replace(up=up)
+    experts = cuda_experts.CudaExperts.of(weights, Epilogue.SILU_MUL)
+    assert experts is not None
+    if change in ("bias", "rows", "blocks"):
+        assert (experts._one_float8 is None) == (change != "blocks")
+        return
+    one = experts._one_float8
+    assert one is not None
+    assert experts_one_float8.takes_one(torch.bfloat16, *one, 2)
+    if change == "dtype":
+        assert not experts_one_float8.takes_one(torch.float16, *one, 2)
+    else:
+        monkeypatch.setattr(experts_one_float8, "_SHARED_MEMORY", 50_000)
+        assert not experts_one_float8.takes_one(torch.bfloat16, *one, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("form", "epilogue", "top_k", "size", "inner"),
+    [
+        ("float8-rows", Epilogue.SILU_MUL, 8, 2048, 768),
+        ("float8-blocks", Epilogue.SILU_MUL, 8, 2048, 768),
+        ("float8-tensor", Epilogue.CLAMPED_SWIGLU, 2, 4096, 1536),
+        ("float8-rows", Epilogue.SILU_MUL, 2, 4096, 14336),
+        ("float8-blocks", Epilogue.SILU_MUL, 1, 640, 384),
+    ],
+)
+def test_float8_outputs_of_one_token_find_all_gates(
+    form: str, epilogue: Epilogue, top_k: int, size: int, inner: int
+) -> None:
+    """In one launch after the other, and in graphs, in which a launch begins while the one before
+    ends; NaN is not left behind for the next ones."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    device = torch.device("cuda")
+    weights, x, routed = few_float8_experts(form, epilogue, top_k, size, inner, device)
+    kernel = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert kernel is not None
+    assert kernel._one_float8 is not None
+    got = kernel.apply_partial(x, routed)
+    wanted = mix(x.float(), routed, weights, epilogue)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()
+    bad = x.clone()
+    bad[0, 7] = torch.nan
+    for _ in range(200):
+        assert torch.equal(kernel.apply_partial(x, routed), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [kernel.apply_partial(each, routed) for each in (x, x, bad, x, x)]
+    for _ in range(200):
+        graph.replay()
+        assert results[2].isnan().all()
+        assert all(torch.equal(results[i], got) for i in (0, 1, 3, 4))
 
 
 @pytest.mark.gpu

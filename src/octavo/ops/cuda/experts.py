@@ -1,7 +1,7 @@
 """The experts' projections on NVIDIA GPUs, as grouped products.
 
-On Hopper GPUs FP8 has a kernel of its own while an expert has few tokens (experts_hopper.py), and
-MXFP4 has others (experts_mx_hopper.py).
+On Hopper GPUs FP8 has kernels of its own for one token (experts_one_float8.py) and while an expert
+has few tokens (experts_hopper.py), and MXFP4 has others (experts_mx_hopper.py).
 
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that
@@ -52,15 +52,29 @@ from octavo.ops.cuda.expert_weights import (
 )
 from octavo.ops.cuda.experts_hopper import ROWS, grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
+from octavo.ops.cuda.experts_one_float8 import (
+    Float8Projection,
+    mix_one_float8,
+    norm_route_and_mix_one_float8,
+    takes_one,
+)
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
+from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, shared_memory
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
+from octavo.ops.experts import (
+    ExpertWeights,
+    QuantizedExpertWeights,
+    Routed,
+    RouterWeights,
+    Unrouted,
+)
 from octavo.ops.quantized import RoundedInputs, Rounding
+from octavo.routing import RoutingConfig
 
 _MAX_BLOCKS = 1 << 12  # that experts_hopper.py counts tiles of
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
@@ -80,6 +94,12 @@ class CudaExperts:
         self._up, self._down = up, down
         self._biases = biases
         self._epilogue = epilogue
+        # For one token on Hopper GPUs; None: other kernels compute it.
+        self._one_float8: tuple[Float8Projection, Float8Projection] | None = None
+        if _is_on_hopper(up.values.device) and biases == (None, None):
+            one = Float8Projection.of(up), Float8Projection.of(down)
+            if one[0] is not None and one[1] is not None:
+                self._one_float8 = one[0], one[1]
 
     @classmethod
     def of(
@@ -95,12 +115,27 @@ class CudaExperts:
         """See ExpertsKernel.takes_in_two."""
         return self._tiles_on_hopper(num_tokens, top_k) is not None
 
+    def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
+        """See RoutingExpertsKernel.routes_inputs."""
+        one, weight = self._one_float8, router.weight
+        if num_tokens > 1 or one is None or not takes_one(weight.dtype, *one, config.top_k):
+            return False
+        return routes_in_kernel(router, config, num_sms(weight.device))
+
+    def apply_unrouted(self, x: Unrouted) -> Tensor:
+        """See RoutingExpertsKernel.apply_unrouted."""
+        assert self._one_float8 is not None, "it does not route"
+        return norm_route_and_mix_one_float8(x, *self._one_float8, self._epilogue)
+
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
         assert x.stride(1) == 1
         up, down, (up_bias, down_bias) = self._up, self._down, self._biases
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
+            one = self._one_float8
+            if one is not None and takes_one(x.dtype, *one, top_k):
+                return mix_one_float8(x, routed, *one, self._epilogue)
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         tiles = self._tiles_on_hopper(num_tokens, top_k)

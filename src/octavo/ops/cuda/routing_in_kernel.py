@@ -2,10 +2,11 @@
 experts.
 
 For kernels with a program on each SM, all of which run at once and have partitions
-(experts_one_mx.py). Each program norms the token's row by itself. As many as there are experts
-compute a logit each, and announce it: a place holds EMPTY until its logit has come. One warp of
-each program polls the places and chooses experts, so that all choose the same ones. Nothing else is
-exchanged, and the weights of the experts are asked for as soon as they are known.
+(experts_one_mx.py, experts_one_float8.py). Each program norms the token's row by itself. As many as
+there are experts compute a logit each, and announce it: a place holds EMPTY until its logit has
+come. One warp of each program polls the places and chooses experts, so that all choose the same
+ones. Nothing else is exchanged, and the weights of the experts are asked for as soon as they are
+known.
 
 There are two buffers of places, which take turns: a launch makes the one EMPTY that it does not
 use. Which one it uses is for the kernel to say, by a counter of programs that have begun, for
