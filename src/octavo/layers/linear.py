@@ -101,13 +101,22 @@ class LinearMethod(WeightOwner):
         """`project`, with the result in the form that `reader` takes."""
         return self.project(x, epilogue)
 
-    def forward_partial(self, x: MaybeRounded) -> Tensor:
+    def forward_partial(self, x: Tensor) -> Tensor:
         """y, or float32 partial sums [num_splits, num_tokens, out_features], on GPUs.
 
-        For a norm that follows and adds them up (Norm.forward). x may be rounded, as for
-        `forward_rounded`.
+        For a norm that follows and adds them up (Norm.forward).
         """
         raise NotImplementedError
+
+    def forward_rounded_partial(self, x: RoundedInputs) -> Tensor:
+        """As `forward_partial`, of inputs as in `forward_rounded`."""
+        raise NotImplementedError
+
+    def project_partial(self, x: MaybeRounded) -> Tensor:
+        """`forward_partial` or `forward_rounded_partial`."""
+        if isinstance(x, RoundedInputs):
+            return self.forward_rounded_partial(x)
+        return self.forward_partial(x)
 
 
 class Projection(LinearMethod):
@@ -147,9 +156,8 @@ class Projection(LinearMethod):
         """See LinearMethod.forward."""
         return self._kernel.apply(x, self.bias, epilogue)
 
-    def forward_partial(self, x: MaybeRounded) -> Tensor:
+    def forward_partial(self, x: Tensor) -> Tensor:
         """See LinearMethod.forward_partial."""
-        assert isinstance(x, Tensor), "nothing is rounded for it"
         return self._kernel.apply_partial(x, self.bias)
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
@@ -266,10 +274,8 @@ class QuantizedLinear(Projection):
                 return kernel.apply_and_round(x, self.bias, epilogue, rounding)
         return self.project(x, epilogue)
 
-    def forward_partial(self, x: MaybeRounded) -> Tensor:
-        """See LinearMethod.forward_partial."""
-        if isinstance(x, Tensor):
-            return super().forward_partial(x)
+    def forward_rounded_partial(self, x: RoundedInputs) -> Tensor:
+        """See LinearMethod.forward_rounded_partial."""
         assert self._rounding_kernel is not None
         return self._rounding_kernel.apply_rounded_partial(x, self.bias)
 

@@ -46,4 +46,4 @@ class DenseMLP(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""
-        return self.down.forward_partial(self.up.project_for(self.down, hidden, self.epilogue))
+        return self.down.project_partial(self.up.project_for(self.down, hidden, self.epilogue))

@@ -144,7 +144,7 @@ class PreNormLayer(DecoderLayer):
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, residual = attended[indices], residual[indices]
-        branch = self.last_attention.output.forward_partial(attended)
+        branch = self.last_attention.output.project_partial(attended)
         normed, residual = self.mlp_norm.forward_for(self.mlp, branch, residual)
         return self.mlp.forward(normed), residual
 
@@ -182,7 +182,7 @@ class BranchNormLayer(DecoderLayer):
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
-        branch = self.attention.output.forward_partial(attended)
+        branch = self.attention.output.project_partial(attended)
         hidden = self.attention_norm.add_normed(branch, hidden)
         mixed = self.mlp.forward(hidden)
         assert isinstance(mixed, Tensor), "a norm takes one result: there is no shared expert"
@@ -213,7 +213,7 @@ class PostNormLayer(DecoderLayer):
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
-        branch = self.last_attention.output.forward_partial(attended)
+        branch = self.last_attention.output.project_partial(attended)
         hidden, _ = self.norm_of_last_attention.forward(branch, hidden)
         hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
         return hidden, None
@@ -251,7 +251,7 @@ class ParallelLayer(DecoderLayer):
             assert isinstance(attended, Tensor)
             attended, mlp_hidden = attended[indices], mlp_hidden[indices]
             residual = residual[indices]
-        branch = self.attention.output.forward_partial(attended)
+        branch = self.attention.output.project_partial(attended)
         second = self.mlp.forward(mlp_hidden)
         assert isinstance(second, Tensor), "there is no place for a shared expert's result"
         return (branch, second), residual
@@ -302,7 +302,7 @@ class PreNormCrossLayer(CrossLayer, PreNormLayer):
     def _read_encoder(
         self, attended: MaybeRounded, residual: Tensor, backend: AttentionBackend
     ) -> tuple[MaybeRounded, Tensor]:
-        branch = self.attention.output.forward_partial(attended)
+        branch = self.attention.output.project_partial(attended)
         normed, residual = self.cross_norm.forward_for(self.cross_attention, branch, residual)
         return self.cross_attention.forward(normed, backend), residual
 
@@ -315,7 +315,7 @@ class PostNormCrossLayer(CrossLayer, PostNormLayer):
     def _read_encoder(
         self, attended: MaybeRounded, residual: Tensor, backend: AttentionBackend
     ) -> tuple[MaybeRounded, Tensor]:
-        branch = self.attention.output.forward_partial(attended)
+        branch = self.attention.output.project_partial(attended)
         hidden, _ = self.attention_norm.forward(branch, residual)
         return self.cross_attention.forward(hidden, backend), hidden
 
