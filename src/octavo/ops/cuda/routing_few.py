@@ -14,18 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.norm import _standardised
-from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_group_in_two, store_rounded
 from octavo.ops.cuda.routing import (
     BlockLists,
     _choose,
-    _count_hit,
     _empty_lists,
     _empty_marks,
     _list,
-    _list_tile,
     _multiplied,
-    _store_marks,
 )
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
@@ -34,7 +31,6 @@ from octavo.routing import RoutingConfig, Scoring
 
 EMPTY = tl.constexpr(-2147483648)  # minus zero, which no program leaves
 _PLACES = 1 << 20  # logits of splits
-_TOKENS = 1 << 10
 
 
 class Cut(NamedTuple):
@@ -45,6 +41,7 @@ class Cut(NamedTuple):
     warps: int
     by_rank: bool = True
     sampled: bool = False
+    warm: bool = True
 
 
 class Few(NamedTuple):
@@ -57,14 +54,11 @@ class Few(NamedTuple):
 
 
 @cache
-def _board(device: torch.device) -> tuple[Tensor, Tensor]:
+def _board(device: torch.device) -> Tensor:
     """EMPTY between kernels. For one stream."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    return (
-        torch.full((_PLACES,), EMPTY.value, dtype=torch.int32, device=device),
-        torch.full((_TOKENS,), EMPTY.value, dtype=torch.int32, device=device),
-    )
+    return torch.full((_PLACES,), EMPTY.value, dtype=torch.int32, device=device)
 
 
 def choose_cut(num_tokens: int, size: int, num_experts: int) -> Cut:
@@ -114,8 +108,8 @@ def route_few(
         num_others = cut.tokens
     else:
         num_others = 0 if inputs is None else len(inputs.scales)
-    board, factors = _board(device)
-    assert splits * num_tiles * cut.tokens * num_experts <= _PLACES
+    board = _board(device)
+    assert (splits + 1) * num_tiles * cut.tokens * num_experts <= _PLACES
     is_softmax = config.scoring is Scoring.SOFTMAX
     _route_few_kernel[(blocks * splits + num_others + 1, num_tiles)](
         x,
@@ -127,7 +121,6 @@ def route_few(
         weights.bias,
         weights.correction,
         board,
-        factors,
         ids,
         chosen,
         num_hit,
@@ -142,6 +135,7 @@ def route_few(
         num_experts,
         num_tiles * cut.tokens,
         0 if inputs is None else inputs.scales.stride(0),
+        0 if cut.warm else 1,
         0.0 if few is None else few.eps,
         config.scale,
         2 * config.jitter,
@@ -170,6 +164,7 @@ def route_few(
         BY_RANK=cut.by_rank,
         SAMPLED=cut.sampled,
         num_warps=cut.warps,
+        num_stages=1,  # nothing is to be loaded before the wait
         **launch_options(device),
     )
     if marks is not None:
@@ -231,6 +226,7 @@ def _leave_logits(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
     stamps,
+    first,
 ):
     TOKENS: tl.constexpr = tokens.shape[0]
     experts = block * EXPERTS + tl.arange(0, EXPERTS)
@@ -246,27 +242,33 @@ def _leave_logits(
         if residual is not None:
             scale = tl.load(norm_weight + start + columns, mask=inside, other=0.0)
             scales += (scale.to(tl.float32),)  # type: ignore[assignment]
-    wait_previous(PDL)
-    _stamp(stamps, split, 0)
     places = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     zeros = tl.zeros([EXPERTS, TOKENS], tl.float32)
-    result = zeros
-    loaded = ()
-    for i in tl.static_range(AHEAD):
-        start = (split * AHEAD + i) * COLUMNS
-        inside = is_token[:, None] & (columns < size - start)[None, :]
-        if residual is None:
-            values = tl.load(x + places + start, mask=inside, other=0.0)
-        else:
-            values = _sum_of(x, residual, places + start, split_stride, inside, X_SPLITS)
-            values = (values.to(tl.float32) * scales[i][None, :]).to(values.dtype)
-        loaded += (values,)  # type: ignore[assignment]
-    for i in tl.static_range(AHEAD):
-        result += _multiplied(pieces[i], loaded[i], zeros, IEEE)
     targets = board + (split * num_rows + tokens)[None, :] * num_experts + experts[:, None]
     is_stored = (experts < num_experts)[:, None] & is_token[None, :]
-    tl.store(targets, _filled(result), mask=is_stored)
-    _stamp(stamps, split, 1)
+    for turn in range(first, 2):
+        is_real = turn > 0
+        if is_real:
+            wait_previous(PDL)
+        _stamp(stamps, split, 0)
+        result = zeros
+        loaded = ()
+        for i in tl.static_range(AHEAD):
+            start = (split * AHEAD + i) * COLUMNS
+            wanted = (is_token & is_real)[:, None] & (columns < size - start)[None, :]
+            if residual is None:
+                values = tl.load(x + places + start, mask=wanted, other=0.0)
+            else:
+                values = _sum_of(x, residual, places + start, split_stride, wanted, X_SPLITS)
+                values = (values.to(tl.float32) * scales[i][None, :]).to(values.dtype)
+                if values.dtype.primitive_bitwidth < 32:
+                    # Otherwise partial sums, and not their sum, would pass through shared memory.
+                    values = not_before(values, PDL)
+            loaded += (values,)  # type: ignore[assignment]
+        for i in tl.static_range(AHEAD):
+            result += _multiplied(pieces[i], loaded[i], zeros, IEEE)
+        tl.store(targets, _filled(result), mask=is_stored & is_real)
+        _stamp(stamps, split, 1)
 
 
 @triton.jit
@@ -291,40 +293,60 @@ def _norm_row(
     IN_TWO: tl.constexpr,
     PDL: tl.constexpr,
     stamps,
+    first,
+    num_experts,
+    ALL_EXPERTS: tl.constexpr,
 ):
     columns = tl.arange(0, ALL_COLUMNS)
     inside = columns < size
     scale = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_previous(PDL)
-    _stamp(stamps, row, 0)
-    if row < num_tokens:
+    for turn in range(first, 2):
+        is_real = turn > 0
+        if is_real:
+            wait_previous(PDL)
+        _stamp(stamps, row, 0)
+        is_there = (row < num_tokens) & is_real
+        there = inside & is_there
         places = row.to(tl.int64) * size + columns
-        values = _sum_of(x, residual, places, split_stride, inside, X_SPLITS)
+        values = _sum_of(x, residual, places, split_stride, there, X_SPLITS)
         exact = values.to(tl.float32)
         factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
-        tl.store(factors + row, _filled(factor))
+        every = tl.arange(0, ALL_EXPERTS)
+        same = tl.zeros([ALL_EXPERTS], tl.int32) + _filled(factor)
+        tl.store(factors + row * num_experts + every, same, mask=(every < num_experts) & is_there)
         _stamp(stamps, row, 1)
-        tl.store(total + places, values, mask=inside)
+        tl.store(total + places, values, mask=there)
         result = (exact * factor * scale).to(values.dtype)
-        tl.store(normed + places, result, mask=inside)
+        tl.store(normed + places, result, mask=there)
         if rounded is not None:
-            store_rounded(
-                result.to(tl.float32),
-                rounded,
-                input_scales,
-                input_scale_stride,
-                row,
-                0,
-                size,
-                GROUP,
-                IN_TWO,
-            )
-    _stamp(stamps, row, 2)
+            if is_there:
+                store_rounded(
+                    result.to(tl.float32),
+                    rounded,
+                    input_scales,
+                    input_scale_stride,
+                    row,
+                    0,
+                    size,
+                    GROUP,
+                    IN_TWO,
+                )
+        _stamp(stamps, row, 2)
 
 
 @triton.jit
 def _list_by_rank(
-    found, tokens, is_token, rows, experts, begins, ends, num_blocks, num_hit, TOP_K: tl.constexpr
+    found,
+    tokens,
+    is_token,
+    rows,
+    experts,
+    begins,
+    ends,
+    num_blocks,
+    num_hit,
+    TOP_K: tl.constexpr,
+    is_real,
 ):
     """What `_list_tile` writes, of ids [TOKENS, SLOTS]: each row counts those before it."""
     TOKENS: tl.constexpr = found.shape[0]
@@ -354,11 +376,51 @@ def _list_by_rank(
     tl.store(begins + block, place, mask=is_first)
     tl.store(ends + block, place + count, mask=is_first)
     total = tl.sum(is_first.to(tl.int32), 0)
-    tl.store(num_blocks, total)
-    _count_hit(num_hit, total)
+    tl.store(num_blocks, total, mask=is_real)
+    tl.atomic_add(num_hit, tl.cast(total, tl.int64), mask=is_real, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _list_tile_if(
+    marks,
+    tokens,
+    columns,
+    rows,
+    experts,
+    begins,
+    ends,
+    num_blocks,
+    num_hit,
+    TOP_K: tl.constexpr,
+    is_real,
+):
+    is_own = (marks > 0).to(tl.int32)
+    counts = tl.sum(is_own, 0)
+    is_hit = (counts > 0).to(tl.int32)
+    begin = tl.cumsum(counts, 0) - counts
+    block = tl.cumsum(is_hit, 0) - is_hit
+    places = begin[None, :] + tl.cumsum(is_own, 0) - is_own
+    tl.store(rows + places, tokens[:, None] * TOP_K + marks - 1, mask=marks > 0)
+    tl.store(experts + block, columns, mask=counts > 0)
+    tl.store(begins + block, begin, mask=counts > 0)
+    tl.store(ends + block, begin + counts, mask=counts > 0)
+    total = tl.sum(is_hit, 0)
+    tl.store(num_blocks, total, mask=is_real)
+    tl.atomic_add(num_hit, tl.cast(total, tl.int64), mask=is_real, sem="relaxed")
+
+
+@triton.jit
+def _store_marks_if(
+    marks, tile, tokens, columns, marked, counts, num_experts, marked_stride, is_real
+):
+    is_expert = (columns < num_experts) & is_real
+    places = marked + columns[None, :] * marked_stride + tokens[:, None]
+    tl.store(places, marks.to(tl.uint8), mask=is_expert[None, :])
+    count = tl.sum((marks > 0).to(tl.int32), 0)
+    tl.store(counts + tile * num_experts + columns, count.to(tl.uint8), mask=is_expert)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first"])
 def _route_few_kernel(
     x,
     residual,
@@ -369,7 +431,6 @@ def _route_few_kernel(
     bias,
     correction,
     board,
-    factors,
     ids,
     weights,
     num_hit,
@@ -390,6 +451,7 @@ def _route_few_kernel(
     num_experts,
     marked_stride,
     input_scale_stride,
+    first,
     eps,
     scale,
     reach,
@@ -449,6 +511,7 @@ def _route_few_kernel(
             IEEE,
             PDL,
             stamps,
+            first,
         )
         return
     if program < tl.num_programs(0) - 1:
@@ -459,7 +522,7 @@ def _route_few_kernel(
                 total,
                 normed,
                 norm_weight,
-                factors,
+                board + SPLITS * num_rows * num_experts,
                 rounded,
                 input_scales,
                 tile * TOKENS + program - PRODUCTS,
@@ -474,6 +537,9 @@ def _route_few_kernel(
                 IN_TWO,
                 PDL,
                 stamps,
+                first,
+                num_experts,
+                ALL_EXPERTS,
             )
         else:
             wait_previous(PDL)
@@ -495,98 +561,144 @@ def _route_few_kernel(
     shift = tl.zeros([ALL_EXPERTS], tl.float32)
     if bias is not None:
         shift = tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
-    wait_previous(PDL)
-    _stamp(stamps, tile, 0)
-    is_given = is_token[:, None] & (every < num_experts)[None, :]
-    places = board + tokens[:, None] * num_experts + every[None, :]
-    of_split = num_rows * num_experts
-    logits = tl.zeros([TOKENS, ALL_EXPERTS], tl.float32)
-    lowest = tl.cast(EMPTY, tl.int32)  # EMPTY is the least integer
-    if SAMPLED:
-        # One logit of each program, until all are there.
-        parts = tl.arange(0, SPLIT_SLOTS)
-        block = tl.arange(0, BLOCK_SLOTS)
-        sample = board + (parts * num_rows + tile * TOKENS)[:, None] * num_experts
-        sample += (block * EXPERTS)[None, :]
-        is_sample = (parts < SPLITS)[:, None] & (block < BLOCKS)[None, :]
+    for turn in range(first, 2):
+        is_real = turn > 0
+        if is_real:
+            wait_previous(PDL)
+        there = is_token & is_real
+        _stamp(stamps, tile, 0)
+        is_given = there[:, None] & (every < num_experts)[None, :]
+        places = board + tokens[:, None] * num_experts + every[None, :]
+        of_split = num_rows * num_experts
+        logits = tl.zeros([TOKENS, ALL_EXPERTS], tl.float32)
+        lowest = tl.cast(EMPTY, tl.int32)  # EMPTY is the least integer
+        if SAMPLED:
+            # One logit of each program, until all are there.
+            parts = tl.arange(0, SPLIT_SLOTS)
+            block = tl.arange(0, BLOCK_SLOTS)
+            sample = board + (parts * num_rows + tile * TOKENS)[:, None] * num_experts
+            sample += (block * EXPERTS)[None, :]
+            is_sample = ((parts < SPLITS) & is_real)[:, None] & (block < BLOCKS)[None, :]
+            while lowest == EMPTY:
+                seen = tl.load(sample, mask=is_sample, other=0, volatile=True)
+                lowest = tl.min(tl.min(seen, 1), 0)
+            lowest = tl.cast(EMPTY, tl.int32)
         while lowest == EMPTY:
-            seen = tl.load(sample, mask=is_sample, other=0, volatile=True)
-            lowest = tl.min(tl.min(seen, 1), 0)
-        lowest = tl.cast(EMPTY, tl.int32)
-    while lowest == EMPTY:
-        loaded = (tl.load(places, mask=is_given, other=0, volatile=True),)
-        for i in tl.static_range(1, SPLITS):
-            bits = tl.load(places + i * of_split, mask=is_given, other=0, volatile=True)
-            loaded += (bits,)  # type: ignore[assignment]
+            loaded = (tl.load(places, mask=is_given, other=0, volatile=True),)
+            for i in tl.static_range(1, SPLITS):
+                bits = tl.load(places + i * of_split, mask=is_given, other=0, volatile=True)
+                loaded += (bits,)  # type: ignore[assignment]
+            if residual is not None:
+                factor_bits = tl.load(
+                    places + SPLITS * of_split, mask=is_given, other=0, volatile=True
+                )
+            logits = loaded[0].to(tl.float32, bitcast=True)
+            least = loaded[0]
+            for i in tl.static_range(1, SPLITS):
+                logits += loaded[i].to(tl.float32, bitcast=True)
+                least = tl.minimum(least, loaded[i])
+            if residual is not None:
+                least = tl.minimum(least, factor_bits)
+                logits *= factor_bits.to(tl.float32, bitcast=True)
+            lowest = tl.min(tl.min(least, 1), 0)
+        _stamp(stamps, tile, 1)
+        for i in tl.static_range(SPLITS):
+            tl.store(places + i * of_split, EMPTY, mask=is_given)
         if residual is not None:
-            factor_bits = tl.load(factors + tokens, mask=is_token, other=0, volatile=True)
-        logits = loaded[0].to(tl.float32, bitcast=True)
-        least = loaded[0]
-        for i in tl.static_range(1, SPLITS):
-            logits += loaded[i].to(tl.float32, bitcast=True)
-            least = tl.minimum(least, loaded[i])
-        lowest = tl.min(tl.min(least, 1), 0)
-        if residual is not None:
-            lowest = tl.minimum(lowest, tl.min(factor_bits, 0))
-            logits *= factor_bits.to(tl.float32, bitcast=True)[:, None]
-    _stamp(stamps, tile, 1)
-    for i in tl.static_range(SPLITS):
-        tl.store(places + i * of_split, EMPTY, mask=is_given)
-    if residual is not None:
-        tl.store(factors + tokens, EMPTY, mask=is_token)
-    if bias is not None:
-        logits += shift[None, :]
-    found, chosen, marks = _choose(
-        logits,
-        every,
-        correction,
-        num_experts,
-        scale,
-        reach,
-        TOP_K,
-        SLOTS,
-        SCORING,
-        RENORMALISES,
-        GROUPS,
-        GROUP_SLOTS,
-        TOP_GROUPS,
-        BY_LOGITS,
+            tl.store(places + SPLITS * of_split, EMPTY, mask=is_given)
+        if bias is not None:
+            logits += shift[None, :]
+        found, chosen, marks = _choose(
+            logits,
+            every,
+            correction,
+            num_experts,
+            scale,
+            reach,
+            TOP_K,
+            SLOTS,
+            SCORING,
+            RENORMALISES,
+            GROUPS,
+            GROUP_SLOTS,
+            TOP_GROUPS,
+            BY_LOGITS,
+        )
+        slots = tl.arange(0, SLOTS)
+        chosen_places = tokens[:, None] * TOP_K + slots[None, :]
+        is_slot = there[:, None] & (slots < TOP_K)[None, :]
+        tl.store(ids + chosen_places, found, mask=is_slot)
+        tl.store(weights + chosen_places, chosen, mask=is_slot)
+        _stamp(stamps, tile, 2)
+        if rows is not None:
+            if BY_RANK:
+                _list_by_rank(
+                    found,
+                    tokens,
+                    there,
+                    rows,
+                    block_experts,
+                    begins,
+                    ends,
+                    num_blocks,
+                    num_hit,
+                    TOP_K,
+                    is_real,
+                )
+            else:
+                marks = tl.where(there[:, None], marks, 0)
+                _list_tile_if(
+                    marks,
+                    tokens,
+                    every,
+                    rows,
+                    block_experts,
+                    begins,
+                    ends,
+                    num_blocks,
+                    num_hit,
+                    TOP_K,
+                    is_real,
+                )
+        if marked is not None:
+            marks = tl.where(there[:, None], marks, 0)
+            _store_marks_if(
+                marks, tile, tokens, every, marked, counts, num_experts, marked_stride, is_real
+            )
+        _stamp(stamps, tile, 3)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _norm_warm_kernel(
+    x, residual, weight, out, split_stride, size, first, eps,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    for turn in range(first, 2):
+        is_real = turn > 0
+        there = inside & is_real
+        if is_real:
+            wait_previous(PDL)
+        values = _sum_of(x, residual, row * size + columns, split_stride, there, SPLITS)
+        if is_real:
+            allow_next(PDL)
+        tl.store(residual + row * size + columns, values, mask=there)
+        exact = values.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
+        tl.store(out + row * size + columns, (exact * factor * scale).to(values.dtype), mask=there)
+
+
+def norm_warm(x: Tensor, weight: Tensor, eps: float, residual: Tensor, first: int = 0) -> Tensor:
+    out = torch.empty_like(residual)
+    num_rows, size = residual.shape
+    block = power_of_2(size)
+    _norm_warm_kernel[(num_rows,)](
+        x, residual, weight, out, x.stride(0), size, first, eps, BLOCK=block, SPLITS=x.shape[0],
+        num_warps=2 * min(16, max(1, block // 256)), num_stages=1,
+        maxnreg=min(255, 65536 // (32 * 2 * min(16, max(1, block // 256)))),
+        **launch_options(x.device),
     )
-    slots = tl.arange(0, SLOTS)
-    chosen_places = tokens[:, None] * TOP_K + slots[None, :]
-    is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
-    tl.store(ids + chosen_places, found, mask=is_slot)
-    tl.store(weights + chosen_places, chosen, mask=is_slot)
-    _stamp(stamps, tile, 2)
-    if rows is not None:
-        if BY_RANK:
-            _list_by_rank(
-                found,
-                tokens,
-                is_token,
-                rows,
-                block_experts,
-                begins,
-                ends,
-                num_blocks,
-                num_hit,
-                TOP_K,
-            )
-        else:
-            marks = tl.where(is_token[:, None], marks, 0)
-            _list_tile(
-                marks,
-                tokens,
-                every,
-                rows,
-                block_experts,
-                begins,
-                ends,
-                num_blocks,
-                num_hit,
-                TOP_K,
-            )
-    if marked is not None:
-        marks = tl.where(is_token[:, None], marks, 0)
-        _store_marks(marks, tile, tokens, every, marked, counts, num_experts, marked_stride)
-    _stamp(stamps, tile, 3)
+    return out
