@@ -32,11 +32,14 @@ from octavo.ops.experts import (
     RouterWeights,
 )
 from octavo.ops.linear import LinearInput
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import (
     FormError,
     GroupedInt,
     MxFloat4,
     QuantizedWeight,
+    RoundedInputs,
+    Rounding,
     ScaledFloat8,
 )
 from octavo.registry import EXPERTS_METHODS
@@ -79,8 +82,12 @@ class Router(WeightOwner):
         weights = RouterWeights(self.weight, self.bias, self.correction)
         self._kernel = make_router_kernel(weights, self.config, self.num_hit)
 
-    def forward(self, hidden: Tensor, in_two: bool = False) -> Routed:
-        """Route hidden [num_tokens, hidden_size]; called after `finalize`.
+    def norms_inputs(self, num_tokens: int) -> bool:
+        """See RouterKernel.norms_inputs."""
+        return self._kernel.norms_inputs(num_tokens)
+
+    def forward(self, hidden: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+        """Route hidden [num_tokens, hidden_size], or its norm; called after `finalize`.
 
         in_two: see RouterKernel.apply.
         """
@@ -402,9 +409,17 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
-    def entry(self) -> None:
-        """See InputReader.entry: the router and the experts read the input."""
-        return None
+    def entry(self) -> MixtureOfExperts:
+        """See InputReader.entry: what the router norms, the experts read, too."""
+        return self
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See Entry.rounding: the router reads the input as it is."""
+        return Rounding.NONE
+
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
+        """See Entry.norms_inputs; the router adds up partial sums, too."""
+        return not norms_branch and self.router.norms_inputs(num_tokens)
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -413,8 +428,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
-        assert isinstance(hidden, Tensor)
-        routed = self.router.forward(hidden, self.experts.takes_in_two(len(hidden)))
+        assert not isinstance(hidden, RoundedInputs)
+        num_tokens = hidden.x.shape[-2] if isinstance(hidden, DeferredNorm) else len(hidden)
+        routed = self.router.forward(hidden, self.experts.takes_in_two(num_tokens))
+        if isinstance(hidden, DeferredNorm):
+            assert routed.normed is not None
+            hidden = routed.normed
         result = self.experts.forward_partial(hidden, routed)
         if self.shared is None:
             return result

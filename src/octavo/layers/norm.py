@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import NormConfig
-from octavo.layers.linear import LinearMethod
 from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
 from octavo.ops.linear import LinearInput
@@ -25,12 +24,22 @@ from octavo.parallel import Shard
 Branches = Tensor | tuple[Tensor, Tensor]
 
 
+class Entry(Protocol):
+    """What reads a norm's result first: a projection, or experts with their router."""
+
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See LinearMethod.rounding."""
+
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
+        """See LinearMethod.norms_inputs."""
+
+
 class InputReader(Protocol):
     """What a norm's result is for."""
 
     @property
-    def entry(self) -> LinearMethod | None:
-        """The projection that is the only one to read it; None: several do."""
+    def entry(self) -> Entry | None:
+        """The only one to read it; None: several do."""
 
 
 class Norm(WeightOwner):
@@ -133,13 +142,13 @@ class Norm(WeightOwner):
         return residual
 
     def _deferred(
-        self, hidden: Branches, residual: Tensor | None, entry: LinearMethod
+        self, hidden: Branches, residual: Tensor | None, entry: Entry
     ) -> DeferredNorm | None:
         """What `entry` needs to do what `_normalise` does; None: it is not to do that."""
-        if not isinstance(hidden, Tensor) or hidden.dim() != 2:
+        if not isinstance(hidden, Tensor) or not self._is_deferrable:
             return None
         branch = None if residual is None else self._branch_norm
-        if not self._is_deferrable or not entry.norms_inputs(len(hidden), bool(branch)):
+        if not entry.norms_inputs(hidden.shape[-2], bool(branch), is_partial=hidden.dim() > 2):
             return None
         assert self._loaded is not None
         return DeferredNorm(

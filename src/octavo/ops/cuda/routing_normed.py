@@ -1,7 +1,7 @@
 """Routing of few tokens, with the RMS norm before it, in one kernel.
 
 With a kernel for the norm and one for routing, inputs pass through memory twice before logits are
-made of them, and the program that finishes last waits for a counter before it loads the logits. Here
+made of them, and the program that finishes last waits for a counter before it loads them. Here
 
   * some programs make logits of inputs that are scaled but not normed yet: each adds up its part of
     the inputs, of all tokens, and multiplies it by that part of the router's weights;
@@ -90,24 +90,23 @@ def norm_and_route(
     """Apply the norm, with the addition to the residual stream, and route the result.
 
     Args:
-        norm: of [num_tokens, size], or of partial sums [num_splits, num_tokens, size]; with a
-            residual, and without a norm of the branch.
+        norm: of [num_tokens, size], or of partial sums [num_splits, num_tokens, size]; without a
+            norm of the branch.
         num_hit: see make_router_kernel.
         in_two: see RouterKernel.apply.
 
     Returns:
         With BlockLists.
     """
-    x, residual, total = norm.x, norm.residual, norm.total
-    assert residual is not None
-    assert total is not None
+    x, residual = norm.x, norm.residual
     assert norm.branch_weight is None
     assert x.stride(-1) == 1
-    assert residual.is_contiguous()
-    num_tokens, size = residual.shape
+    assert residual is None or residual.is_contiguous()
+    num_tokens, size = x.shape[-2:]
+    dtype = weights.weight.dtype
     num_experts, top_k = config.num_experts, config.top_k
     device = x.device
-    normed = torch.empty_like(residual)
+    normed = torch.empty((num_tokens, size), dtype=dtype, device=device)
     inputs = empty_inputs(num_tokens, size, Rounding.IN_TWO, device) if in_two else None
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
@@ -118,7 +117,7 @@ def norm_and_route(
         x,
         residual,
         norm.weight,
-        total,
+        norm.total,
         normed,
         *(inputs or (None, None)),
         weights.weight,
@@ -152,7 +151,7 @@ def norm_and_route(
         GROUP_SLOTS=power_of_2(config.num_groups),
         TOP_GROUPS=config.top_groups,
         BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
-        IEEE=residual.dtype == torch.float32,
+        IEEE=dtype == torch.float32,
         GROUP=Rounding.IN_TWO.group,
         ROUNDING=int(Rounding.IN_TWO),
         num_warps=_WARPS,
@@ -170,11 +169,22 @@ def _filled(x):
 
 @triton.jit
 def _sum_of(
-    x, residual, rows, stride, columns, size, split_stride, inside, X_SPLITS: tl.constexpr
+    x,
+    residual,
+    rows,
+    stride,
+    columns,
+    size,
+    split_stride,
+    inside,
+    X_SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """The sum of partial sums and the residual stream, rounded as that is; all are asked for before
     the first ones are added."""
-    held = tl.load(residual + rows * size + columns, mask=inside, other=0.0)
+    held = 0.0
+    if residual is not None:
+        held = tl.load(residual + rows * size + columns, mask=inside, other=0.0).to(tl.float32)
     start = x + rows * stride + columns
     parts = (tl.load(start, mask=inside, other=0.0),)
     for split in tl.static_range(1, X_SPLITS):
@@ -183,7 +193,7 @@ def _sum_of(
     values = parts[0].to(tl.float32)
     for split in tl.static_range(1, X_SPLITS):
         values += parts[split].to(tl.float32)
-    return (values + held.to(tl.float32)).to(held.dtype)
+    return (values + held).to(DTYPE)
 
 
 @triton.jit
@@ -204,6 +214,7 @@ def _leave_logits(
     X_SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -227,6 +238,7 @@ def _leave_logits(
         split_stride,
         is_token[:, None] & inside[None, :],
         X_SPLITS,
+        DTYPE,
     )
     values = (values.to(tl.float32) * scale[None, :]).to(values.dtype)
     if not IEEE:
@@ -269,14 +281,26 @@ def _norm_row(
     scale = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
     wait_previous(PDL)
     place = row.to(tl.int64)
-    values = _sum_of(x, residual, place, stride, columns, size, split_stride, inside, X_SPLITS)
+    values = _sum_of(
+        x,
+        residual,
+        place,
+        stride,
+        columns,
+        size,
+        split_stride,
+        inside,
+        X_SPLITS,
+        normed.dtype.element_ty,
+    )
     exact = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
     experts = tl.arange(0, _ALL_EXPERTS)
     bits = tl.zeros([_ALL_EXPERTS], tl.int32) + _filled(factor)
     tl.store(factors + row * num_experts + experts, bits, mask=experts < num_experts)
     places = place * size + columns
-    tl.store(total + places, values, mask=inside)
+    if total is not None:
+        tl.store(total + places, values, mask=inside)
     result = (exact * factor * scale).to(values.dtype)
     tl.store(normed + places, result, mask=inside)
     if rounded is not None:
@@ -296,11 +320,11 @@ def _collect_logits(board, tokens, every, num_tokens, num_experts, SPLITS: tl.co
     logits = tl.zeros([tokens.shape[0], every.shape[0]], tl.float32)
     lowest = tl.cast(EMPTY, tl.int32)  # EMPTY is the least integer
     while lowest == EMPTY:
+        factor = tl.load(places + SPLITS * of_split, mask=is_given, other=0, volatile=True)
         loaded = ()
-        for split in tl.static_range(SPLITS + 1):
+        for split in tl.static_range(SPLITS):
             bits = tl.load(places + split * of_split, mask=is_given, other=0, volatile=True)
             loaded += (bits,)  # type: ignore[assignment]
-        factor = loaded[SPLITS]
         least = factor
         logits = tl.zeros([tokens.shape[0], every.shape[0]], tl.float32)
         for split in tl.static_range(SPLITS):
@@ -395,6 +419,7 @@ def _norm_and_route_kernel(
             X_SPLITS,
             EXPERTS,
             COLUMNS,
+            normed.dtype.element_ty,
             IEEE,
             PDL,
         )
