@@ -253,7 +253,7 @@ def assert_listed(routed: Routed, num_experts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_parts", "num_tokens", "size"), [(3, 2, 50), (1, 7, 300), (2, 8, 530)]
+    ("num_parts", "num_tokens", "size"), [(3, 4, 50), (1, 7, 150), (2, 8, 530)]
 )
 @pytest.mark.parametrize("rule", RULES)
 def test_a_router_norms_its_inputs(
@@ -311,9 +311,9 @@ def test_routers_norm_the_inputs_of_few_tokens(device: torch.device) -> None:
         num_hit = torch.zeros(1, dtype=torch.int64, device=device)
         return CudaNormRouter(weights, config, num_hit).norms_inputs(num_tokens)
 
-    assert [norms(num_tokens) for num_tokens in (1, 2, 8, 9)] == [False, True, True, False]
-    assert not norms(2, 4160)
-    assert not norms(2, dtype=torch.float16), "scaled inputs may be too large"
+    assert [norms(num_tokens) for num_tokens in (3, 4, 8, 9)] == [False, True, True, False]
+    assert not norms(4, 4160)
+    assert not norms(4, dtype=torch.float16), "scaled inputs may be too large"
 
 
 @pytest.mark.parametrize("has_shared", [False, True])

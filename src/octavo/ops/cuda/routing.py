@@ -165,6 +165,8 @@ def route(
         SPLITS=cut.splits,
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
+        # Of one tile, a warp has four tokens, and lists rows by their marks.
+        SLOTS=power_of_2(top_k) if is_one or num_tiles > 1 else 0,
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
         GROUPS=config.num_groups,
@@ -341,12 +343,16 @@ def _choose(
     GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     BY_LOGITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Weights and marks [TOKENS, ALL_EXPERTS] by logits of the same shape. A mark is one more than
-    the slot of an expert, 0 of those that were not chosen, whose weights have no meaning.
+    """Experts by logits [TOKENS, ALL_EXPERTS]: marks of the same shape, each one more than the slot
+    of an expert, 0 of those that were not chosen; ids and weights.
 
     BY_LOGITS: experts are chosen by softmax alone: logits are in the order of the probabilities,
         differ more, and suffice for the weights of a renormalised softmax.
+    SLOTS: ids and weights are [TOKENS, SLOTS]; with 0, weights are [TOKENS, ALL_EXPERTS], without a
+        meaning where there is no mark, and ids [1, ALL_EXPERTS]. That takes fewer instructions for
+        each choice, and more to store them: less time where a warp has few tokens.
     """
     is_expert = (columns < num_experts)[None, :]
     scores = logits
@@ -364,20 +370,22 @@ def _choose(
         size = num_experts // GROUPS
         keys = _keys_of_best_groups(keys, choice, columns, size, GROUPS, GROUP_SLOTS, TOP_GROUPS)
     largest_key = tl.max(keys, 1)
-    marks, mixed = _choose_in_turn(
-        keys, scores, logits, columns, reach, TOP_K, SCORING, correction is None
+    marks, ids, weights = _choose_in_turn(
+        keys, scores, logits, columns, reach, TOP_K, SCORING, correction is None, SLOTS
     )
-    weights = scores
-    if SCORING == SPARSEMIXER:
-        weights = mixed
-    elif BY_LOGITS:
-        weights = tl.exp(logits - _scores_of(largest_key)[:, None])
+    is_chosen = marks > 0
+    if SLOTS > 0:
+        is_chosen = (tl.arange(0, SLOTS) < TOP_K)[None, :]
+    if BY_LOGITS:
+        largest = _scores_of(largest_key)[:, None]
+        weights = tl.where(is_chosen, tl.exp(weights - largest), 0.0)
         if not RENORMALISES:
-            weights = weights / tl.sum(tl.where(is_expert, weights, 0.0), 1)[:, None]
+            every = tl.where(is_expert, tl.exp(logits - largest), 0.0)
+            weights = weights / tl.sum(every, 1)[:, None]
     if RENORMALISES:
-        total = tl.sum(tl.where(marks > 0, weights, 0.0), 1)
+        total = tl.sum(tl.where(is_chosen, weights, 0.0), 1)
         weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
-    return weights * scale, marks
+    return marks, ids, weights * scale
 
 
 @triton.jit
@@ -390,27 +398,36 @@ def _choose_in_turn(
     TOP_K: tl.constexpr,
     SCORING: tl.constexpr,
     IN_KEYS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Marks (`_choose`), one expert after the other, and the weights of SPARSEMIXER; with IN_KEYS,
-    keys were made of scores.
-
-    Little is done for each expert: a warp has one instruction after the other to wait for.
-    """
+    """Marks, ids and weights (`_choose`), one expert after the other; with IN_KEYS, weights are
+    what keys were made of, which needs no sum over the experts."""
     marks = tl.zeros(logits.shape, tl.int32)
-    mixed = tl.zeros(logits.shape, tl.float32)
+    ids = columns[None, :]
+    weights = scores
+    slots = columns
+    if SLOTS > 0:
+        slots = tl.arange(0, SLOTS)
+        ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
+        weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
     for slot in range(TOP_K):
         key, best = _best(keys, columns)
         is_best = columns[None, :] == best[:, None]
-        if SCORING == SPARSEMIXER:
-            largest = _scores_of(key) if IN_KEYS else _at(scores, columns, best)
-            largest = largest[:, None]
-            limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
-            is_far = largest - logits > reach * limit
-            near = tl.where((keys == LOWEST_KEY) | is_far, 0.0, tl.exp(logits - largest))
-            mixed = tl.where(is_best, 1 / tl.sum(near, 1)[:, None], mixed)
+        if SLOTS > 0 or SCORING == SPARSEMIXER:
+            weight = _scores_of(key) if IN_KEYS else _at(scores, columns, best)
+            if SCORING == SPARSEMIXER:
+                largest = weight[:, None]
+                limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
+                is_far = largest - logits > reach * limit
+                near = tl.where((keys == LOWEST_KEY) | is_far, 0.0, tl.exp(logits - largest))
+                weight = 1 / tl.sum(near, 1)
+            is_its = (slots[None, :] == slot) if SLOTS > 0 else is_best
+            weights = tl.where(is_its, weight[:, None], weights)
+        if SLOTS > 0:
+            ids = tl.where(slots[None, :] == slot, best[:, None], ids)
         marks = tl.where(is_best, slot + 1, marks)
         keys = tl.where(is_best, LOWEST_KEY, keys)
-    return marks, mixed
+    return marks, ids, weights
 
 
 @triton.jit
@@ -432,12 +449,29 @@ def _scatter(places, values, mask, PDL: tl.constexpr):
 
 @triton.jit
 def _store_choice(
-    ids, weights, chosen, marks, tokens, columns, TOP_K: tl.constexpr, PDL: tl.constexpr
+    ids,
+    weights,
+    choice,
+    tokens,
+    is_token,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Experts and weights of tokens, by weights and marks (`_choose`)."""
-    places = tokens[:, None] * TOP_K + marks - 1
-    _scatter(ids + places, columns[None, :], marks > 0, PDL)
-    _scatter(weights + places, chosen, marks > 0, PDL)
+    """Store the choice of tokens (`_choose`); returns marks, 0 where there is no token."""
+    marks, found, chosen = choice
+    marks = tl.where(is_token[:, None], marks, 0)
+    if SLOTS > 0:
+        slots = tl.arange(0, SLOTS)
+        places = tokens[:, None] * TOP_K + slots[None, :]
+        is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
+        tl.store(ids + places, found, mask=is_slot)
+        tl.store(weights + places, chosen, mask=is_slot)
+    else:
+        places = tokens[:, None] * TOP_K + marks - 1
+        _scatter(ids + places, found, marks > 0, PDL)
+        _scatter(weights + places, chosen, marks > 0, PDL)
+    return marks
 
 
 @triton.jit
@@ -549,6 +583,7 @@ def _route_kernel(
     SPLITS: tl.constexpr,
     ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISES: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -647,7 +682,7 @@ def _route_kernel(
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         for i in tl.static_range(1, SPLITS):
             given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
-        chosen, marks = _choose(
+        choice = _choose(
             given,
             every,
             correction,
@@ -661,9 +696,9 @@ def _route_kernel(
             GROUP_SLOTS,
             TOP_GROUPS,
             BY_LOGITS,
+            SLOTS,
         )
-        marks = tl.where(is_token[:, None], marks, 0)
-        _store_choice(ids, weights, chosen, marks, tokens, every, TOP_K, PDL)
+        marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, SLOTS, PDL)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
             _count_hit(num_hit, TOP_K)

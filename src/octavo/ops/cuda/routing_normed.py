@@ -43,10 +43,12 @@ from octavo.ops.quantized import Rounding
 from octavo.routing import RoutingConfig, Scoring
 
 EMPTY = tl.constexpr(-2147483648)  # minus zero, which no program leaves
-MOST_TOKENS = 8  # with more, two kernels take less time
+LEAST_TOKENS, MOST_TOKENS = 4, 8  # with fewer or more, two kernels take less time
 MOST_EXPERTS = 128  # whose logits of a token a warp compares
-_COLUMNS = 256  # inputs of a program that makes logits
-_MOST_SPLITS = 16  # of the inputs, which a thread adds up
+# Inputs of a program that makes logits. Its weights are on their way while the kernel before runs,
+# if they find room beside that one's, as those of 256 inputs do not.
+_COLUMNS = 128
+_MOST_SPLITS = 32  # of the inputs, whose logits the last program has in registers
 _WARPS = 8  # so that a warp chooses the experts of a token
 _ALL_EXPERTS = tl.constexpr(MOST_EXPERTS)
 
@@ -61,7 +63,7 @@ class CudaNormRouter(CudaRouter):
         # What is scaled, and not normed, may be beyond the numbers of float16.
         is_wide = weight.dtype != torch.float16
         fits = num_experts <= MOST_EXPERTS and size <= _COLUMNS * _MOST_SPLITS
-        return 1 < num_tokens <= MOST_TOKENS and is_wide and fits
+        return LEAST_TOKENS <= num_tokens <= MOST_TOKENS and is_wide and fits
 
     def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
         """See RouterKernel.apply."""
@@ -455,7 +457,7 @@ def _norm_and_route_kernel(
         shift += tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
     wait_previous(PDL)
     logits = _collect_logits(board, tokens, every, num_tokens, num_experts, SPLITS)
-    chosen, marks = _choose(
+    choice = _choose(
         logits + shift[None, :],
         every,
         correction,
@@ -469,9 +471,10 @@ def _norm_and_route_kernel(
         GROUP_SLOTS,
         TOP_GROUPS,
         BY_LOGITS,
+        0,
     )
-    marks = tl.where((tokens < num_tokens)[:, None], marks, 0)
-    _store_choice(ids, weights, chosen, marks, tokens, every, TOP_K, PDL)
+    is_token = tokens < num_tokens
+    marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, 0, PDL)
     _list_tile(
         marks, tokens, every, rows, block_experts, begins, ends, num_blocks, num_hit, TOP_K, PDL
     )
