@@ -370,6 +370,7 @@ def experts() -> None:
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     bounded_experts_of_one_token()
+    experts_that_route()
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
@@ -411,6 +412,36 @@ def bounded_experts_of_one_token() -> None:
     assert kernel is not None
     routed = Routed(torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 4))
     kernel.apply_partial(torch.zeros(1, size, dtype=torch.bfloat16), routed)
+
+
+def experts_that_route() -> None:
+    """experts_one_mx.py's kernel with a norm and a router: with and without a residual stream, and
+    renormalised weights."""
+    from octavo.ops.cuda.experts_mx_hopper import MxExperts
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import QuantizedExpertWeights, RouterWeights, Unrouted
+    from octavo.ops.norm import DeferredNorm
+    from octavo.ops.quantized import MxFloat4
+    from octavo.routing import RoutingConfig
+
+    num, size, inner = 40, 704, 192
+    forms = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
+    weights = QuantizedExpertWeights(*map(MxFloat4.quantize, forms))
+    kernel = MxExperts.of(weights, Epilogue.SILU_MUL, torch.bfloat16)
+    assert kernel is not None
+    row, scale, router = (torch.zeros(rows, size, dtype=torch.bfloat16) for rows in (1, 1, num))
+    plain = RouterWeights(router)
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    for norm, given, renormalised in (
+        (DeferredNorm(row, scale[0], 1e-5, 0.0), plain, False),
+        (
+            DeferredNorm(row, scale[0], 1e-5, 1.0, row, row),
+            RouterWeights(router, router[:, 0]),
+            True,
+        ),
+    ):
+        config = RoutingConfig(num_experts=num, top_k=8, renormalised=renormalised)
+        kernel.apply_unrouted(Unrouted(norm, given, config, num_hit))
 
 
 def experts_on_hopper(

@@ -16,6 +16,7 @@ from octavo.layers import experts as layers_experts
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import ExpertsConfig, MLPConfig, NormConfig
 from octavo.layers.experts import MixtureOfExperts
+from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
@@ -29,6 +30,7 @@ from octavo.ops.cuda.expert_tiles import (
 )
 from octavo.ops.cuda.expert_weights import ExpertMatrices
 from octavo.ops.cuda.routing import CudaRouter, list_blocks
+from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
 from octavo.ops.cuda.routing_normed import CudaNormRouter
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
@@ -39,6 +41,7 @@ from octavo.ops.experts import (
     Routed,
     RouterKernel,
     RouterWeights,
+    Unrouted,
     mix,
     route,
 )
@@ -846,6 +849,190 @@ def test_mxfp4_on_hopper(
         assert after[1].isnan().all()
         assert not after[2].isfinite().any()
         assert torch.equal(after[others], got[others])
+
+
+def unrouted(x: Tensor, config: RoutingConfig, offset: float, adds: bool) -> Unrouted:
+    """With the residual stream, the norm and the router of a layer."""
+    size, device = x.shape[1], x.device
+    router = router_weights(config, size, device)
+    residual = numbers(1, size, seed=1, device=device).bfloat16() if adds else None
+    norm = DeferredNorm(
+        x,
+        numbers(size, seed=2, device=device).bfloat16(),
+        1e-5,
+        offset,
+        residual,
+        None if residual is None else torch.full_like(residual, torch.nan),
+    )
+    weights = RouterWeights(router.weight.bfloat16(), router.bias)
+    return Unrouted(norm, weights, config, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def mixed_by_reference(
+    x: Unrouted, weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+) -> tuple[Tensor, Tensor]:
+    """What experts make of the norm of x, in float32, and the residual stream."""
+    norm = x.norm
+    stream = norm.x if norm.residual is None else norm.x + norm.residual
+    scale = norm.weight.float() + norm.offset
+    normed = F.rms_norm(stream.float(), scale.shape, scale, norm.eps)
+    return mix(normed, route(normed, x.router, x.config), weights, epilogue), stream
+
+
+ROUTED_IN_KERNEL = {
+    "chosen-softmax": RoutingConfig(num_experts=5, top_k=3, bias=True),
+    "softmax": RoutingConfig(num_experts=6, top_k=2, renormalised=False, scale=1.5),
+    "one": RoutingConfig(num_experts=4, top_k=1),
+}
+
+
+@pytest.mark.parametrize("config", ROUTED_IN_KERNEL.values(), ids=ROUTED_IN_KERNEL)
+@pytest.mark.parametrize("adds", [False, True])
+def test_mxfp4_experts_that_norm_and_route(
+    monkeypatch: pytest.MonkeyPatch, config: RoutingConfig, adds: bool
+) -> None:
+    """By the emulator: buffers of logits take turns, and inputs that are not numbers leave them
+    as they were."""
+    kernel = Emulated(experts_one_mx.experts_one_kernel)
+    monkeypatch.setattr(experts_one_mx, "experts_one_kernel", kernel)
+    monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
+    for module in (experts_one_mx, experts_mx_hopper):
+        monkeypatch.setattr(module, "num_sms", lambda device: 6)
+    size, inner = 320, 160
+    dense = expert_weights(config.num_experts, size, inner, CPU, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    given = unrouted(numbers(1, size).bfloat16(), config, 0.25, adds)
+    experts = experts_mx_hopper.MxExperts.of(weights, Epilogue.CLAMPED_SWIGLU, torch.bfloat16)
+    assert experts is not None
+    assert experts.routes_inputs(1, given.router, config)
+    wanted, stream = mixed_by_reference(given, weights, Epilogue.CLAMPED_SWIGLU)
+    for i in range(3):
+        got = experts.apply_unrouted(given)
+        assert (got - wanted).norm() < 3e-3 * wanted.norm()
+        assert given.num_hit == (i + 1) * config.top_k
+        assert given.norm.total is None or torch.equal(given.norm.total, stream)
+    bad = given.norm.x.clone()
+    bad[0, 7] = torch.nan
+    assert experts.apply_unrouted(given._replace(norm=given.norm._replace(x=bad))).isnan().all()
+    assert torch.equal(experts.apply_unrouted(given), got)
+
+
+class RoutingExperts:
+    """Experts that route one token, by the reference."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
+        return False
+
+    def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
+        return mix(x, routed, self._weights, Epilogue.SILU_MUL)
+
+    def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
+        return num_tokens == 1
+
+    def apply_unrouted(self, x: Unrouted) -> Tensor:
+        result, stream = mixed_by_reference(x, self._weights, Epilogue.SILU_MUL)
+        if x.norm.total is not None:
+            x.norm.total.copy_(stream)
+        x.num_hit.add_(x.config.top_k)
+        return result
+
+
+def test_a_norm_is_left_to_experts_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token, in a block without a shared expert."""
+    monkeypatch.setattr(
+        layers_experts, "make_experts_kernel", lambda given, _: RoutingExperts(given)
+    )
+    routing = RoutingConfig(num_experts=6, top_k=2)
+    config = ExpertsConfig(hidden_size=96, intermediate_size=32, activation="silu", routing=routing)
+    block, norm = MixtureOfExperts(config), RMSNorm(NormConfig("rms", 96, 1e-5, offset=1.0))
+    block.router.num_hit = torch.zeros(1, dtype=torch.int64)
+    for module in (block.router, block.experts, norm):
+        for parameter in module.parameters():
+            parameter.data = numbers(*parameter.shape)
+        module.finalize()
+    x, residual = numbers(2, 96), numbers(2, 96, seed=1)
+    normed, total_of_two = norm.forward_for(block, x, residual.clone())
+    assert isinstance(normed, Tensor)
+    wanted = block.forward(normed)
+    block.router.num_hit.zero_()
+    for before in (residual, None):
+        given, stream = norm.forward_for(block, x[:1], None if before is None else before[:1])
+        assert isinstance(given, DeferredNorm)
+        result = block.forward(given)
+        if before is None:
+            assert torch.equal(stream, x[:1])
+        else:
+            torch.testing.assert_close(result, wanted[:1])
+            torch.testing.assert_close(stream, total_of_two[:1])
+    assert block.router.num_hit == 4
+    assert torch.equal(residual, numbers(2, 96, seed=1))
+    shared = MLPConfig(kind="gated", hidden_size=96, intermediate_size=32, activation="silu")
+    block.shared = DenseMLP(shared)
+    assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
+    block.shared = None
+    norm.follow(norm)
+    assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
+
+
+def test_experts_choose_in_the_kernel_by_logits_alone() -> None:
+    plain = RoutingConfig(num_experts=6, top_k=2)
+    weights = RouterWeights(torch.empty(6, 8))
+    assert routes_in_kernel(weights, plain, 6)
+    assert not routes_in_kernel(weights, plain, 5), "each program has one logit at most"
+    corrected = weights._replace(correction=torch.empty(6))
+    assert not routes_in_kernel(corrected, replace(plain, correction=True), 6)
+    for other in (
+        replace(plain, scoring=Scoring.SIGMOID),
+        replace(plain, num_groups=3, top_groups=2),
+    ):
+        assert not routes_in_kernel(weights, other, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("config", "size", "inner"),
+    [
+        (RoutingConfig(num_experts=32, top_k=4, bias=True), 2880, 320),
+        (RoutingConfig(num_experts=128, top_k=8, renormalised=False), 704, 160),
+        (RoutingConfig(num_experts=40, top_k=1, scale=1.5), 3200, 160),
+    ],
+)
+def test_mxfp4_experts_that_norm_and_route_on_hopper(
+    config: RoutingConfig, size: int, inner: int
+) -> None:
+    """In one launch after the other, also of a graph, and with inputs that are not numbers."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    device = torch.device("cuda")
+    dense = expert_weights(config.num_experts, size, inner, device, has_bias=True)
+    forms = [quantized("mx_float4-near", each) for each in dense[:2]]
+    weights = QuantizedExpertWeights(*forms, *_as(torch.bfloat16, dense[2:]))
+    given = unrouted(numbers(1, size, device=device).bfloat16(), config, 0.0, adds=True)
+    experts = experts_mx_hopper.MxExperts.of(weights, Epilogue.CLAMPED_SWIGLU, torch.bfloat16)
+    assert experts is not None
+    assert experts.routes_inputs(1, given.router, config)
+    wanted, stream = mixed_by_reference(given, weights, Epilogue.CLAMPED_SWIGLU)
+    got = experts.apply_unrouted(given)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()
+    assert given.norm.total is not None
+    assert torch.equal(given.norm.total, stream)
+    bad = given.norm.x.clone()
+    bad[0, 7] = torch.nan
+    given_bad = given._replace(norm=given.norm._replace(x=bad))
+    for _ in range(200):
+        assert torch.equal(experts.apply_unrouted(given), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [experts.apply_unrouted(each) for each in (given, given, given_bad, given, given)]
+    for _ in range(200):
+        graph.replay()
+        assert results[2].isnan().all()
+        assert all(torch.equal(results[i], got) for i in (0, 1, 3, 4))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ from octavo.ops.experts import (
     Routed,
     RouterKernel,
     RouterWeights,
+    RoutingExpertsKernel,
+    Unrouted,
 )
 from octavo.ops.linear import LinearInput
 from octavo.ops.norm import DeferredNorm
@@ -68,6 +71,7 @@ class Router(WeightOwner):
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.register_buffer("correction", correction if routing.correction else None)
         self.num_hit: Tensor
+        self.weights: RouterWeights  # as kernels take them, after `finalize`
         self._kernel: RouterKernel
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
@@ -79,8 +83,8 @@ class Router(WeightOwner):
 
     def finalize(self) -> None:
         """See WeightOwner.finalize."""
-        weights = RouterWeights(self.weight, self.bias, self.correction)
-        self._kernel = make_router_kernel(weights, self.config, self.num_hit)
+        self.weights = RouterWeights(self.weight, self.bias, self.correction)
+        self._kernel = make_router_kernel(self.weights, self.config, self.num_hit)
 
     def norms_inputs(self, num_tokens: int) -> bool:
         """See RouterKernel.norms_inputs."""
@@ -92,6 +96,10 @@ class Router(WeightOwner):
         in_two: see RouterKernel.apply.
         """
         return self._kernel.apply(hidden, in_two)
+
+    def unrouted(self, norm: DeferredNorm) -> Unrouted:
+        """What experts need to do what the norm and `forward` do."""
+        return Unrouted(norm, self.weights, self.config, self.num_hit)
 
 
 class ExpertsMethod(WeightOwner):
@@ -112,6 +120,14 @@ class ExpertsMethod(WeightOwner):
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; of this rank's intermediate elements."""
+        raise NotImplementedError
+
+    def routes_inputs(self, num_tokens: int, router: Router) -> bool:
+        """Whether `forward_unrouted` is to compute with so many tokens."""
+        return False
+
+    def forward_unrouted(self, x: Unrouted) -> Tensor:
+        """See RoutingExpertsKernel.apply_unrouted; of this rank's intermediate elements."""
         raise NotImplementedError
 
 
@@ -175,6 +191,23 @@ class LoadedExperts(ExpertsMethod):
         """See ExpertsMethod.forward_partial."""
         assert self._kernel is not None, "finalize makes it"
         return self._kernel.apply_partial(hidden, routed)
+
+    def routes_inputs(self, num_tokens: int, router: Router) -> bool:
+        """See ExpertsMethod.routes_inputs."""
+        kernel = self._routing_kernel
+        return kernel is not None and kernel.routes_inputs(
+            num_tokens, router.weights, router.config
+        )
+
+    def forward_unrouted(self, x: Unrouted) -> Tensor:
+        """See ExpertsMethod.forward_unrouted."""
+        assert self._routing_kernel is not None, "it does not route"
+        return self._routing_kernel.apply_unrouted(x)
+
+    @cached_property
+    def _routing_kernel(self) -> RoutingExpertsKernel | None:
+        """The kernel, if it can route; asked for after `finalize`."""
+        return self._kernel if isinstance(self._kernel, RoutingExpertsKernel) else None
 
     def _biases(self) -> tuple[Tensor | None, Tensor | None]:
         """Of gates and ups, and of the down projections."""
@@ -418,8 +451,11 @@ class MixtureOfExperts(nn.Module):
         return Rounding.NONE
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
-        """See Entry.norms_inputs; the router adds up partial sums, too."""
-        return not norms_branch and self.router.norms_inputs(num_tokens)
+        """See Entry.norms_inputs: experts that route norm their inputs before, and so do routers of
+        a few tokens, which add up partial sums, too."""
+        if norms_branch:
+            return False
+        return self._routes_inputs(num_tokens, is_partial) or self.router.norms_inputs(num_tokens)
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -430,6 +466,8 @@ class MixtureOfExperts(nn.Module):
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
         assert not isinstance(hidden, RoundedInputs)
         num_tokens = hidden.x.shape[-2] if isinstance(hidden, DeferredNorm) else len(hidden)
+        if isinstance(hidden, DeferredNorm) and self._routes_inputs(num_tokens, hidden.x.dim() > 2):
+            return self.experts.forward_unrouted(self.router.unrouted(hidden))
         routed = self.router.forward(hidden, self.experts.takes_in_two(num_tokens))
         if isinstance(hidden, DeferredNorm):
             assert routed.normed is not None
@@ -441,6 +479,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is not None:
             shared = shared * self.shared_gate.forward(hidden).sigmoid()
         return result, shared
+
+    def _routes_inputs(self, num_tokens: int, is_partial: bool) -> bool:
+        """See ExpertsMethod.routes_inputs; a shared expert would read the norm's result, too."""
+        if self.shared is not None or is_partial:
+            return False
+        return self.experts.routes_inputs(num_tokens, self.router)
 
 
 def make_experts(config: ExpertsConfig) -> ExpertsMethod:

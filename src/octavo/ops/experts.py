@@ -8,7 +8,7 @@ they are compared with.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,6 +60,15 @@ class QuantizedExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
 
 
+class Unrouted(NamedTuple):
+    """Inputs of experts that apply the norm before the router, and route, themselves."""
+
+    norm: DeferredNorm
+    router: RouterWeights
+    config: RoutingConfig
+    num_hit: Tensor  # see make_router_kernel
+
+
 class RouterKernel(Protocol):
     """Computes logits in float32, and chooses experts."""
 
@@ -87,8 +96,9 @@ class ExpertsKernel(Protocol):
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """sum over j of weights[t, j] * MLP of expert ids[t, j] (x[t]), of x [num_tokens, size].
 
-        The result has x's shape and dtype; or, on GPUs, it is [num_parts, num_tokens, size], for a
-        norm that adds up what a token's experts contribute, in the order of `ids`, or pieces of it.
+        The result has x's shape and its dtype, or float32; or, on GPUs, it is [num_parts,
+        num_tokens, size], for a norm that adds up what a token's experts contribute, in the order
+        of `ids`, or pieces of it.
         """
 
 
@@ -170,6 +180,17 @@ def mix(
             y = F.linear(y, dense(weights.down, expert), down_bias)
             result[token] += weight * y
     return result.to(x.dtype)
+
+
+@runtime_checkable
+class RoutingExpertsKernel(ExpertsKernel, Protocol):
+    """Applies the RMS norm of its inputs and routes them itself where that takes less time."""
+
+    def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
+        """Whether it does so for so many tokens."""
+
+    def apply_unrouted(self, x: Unrouted) -> Tensor:
+        """As `apply_partial`, of the norm of x; writes x.norm.total, if there is one."""
 
 
 class RowLists(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +26,9 @@ class DeferredNorm(NamedTuple):
     """Inputs of a projection, or of a router, that applies their RMS norm itself, with the addition
     to the residual stream before it; the arguments are those of `norm`."""
 
-    x: Tensor  # [1, size], dense; of a router, also of several tokens, and partial sums of them
+    # [1, size], dense; with a residual perhaps in float32; of a router, also of several tokens, and
+    # partial sums of them
+    x: Tensor
     weight: Tensor  # [size], as the checkpoint has it
     eps: float
     offset: float  # added to both weights
@@ -33,6 +36,11 @@ class DeferredNorm(NamedTuple):
     residual: Tensor | None = None
     total: Tensor | None = None  # where the projection writes residual + x, for those that follow
     branch_weight: Tensor | None = None  # [size], of an RMS norm of x before it is added
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the norm's result."""
+        return self.x.dtype if self.residual is None else self.residual.dtype
 
 
 def norm(

@@ -51,7 +51,7 @@ from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
-from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx
+from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
@@ -61,10 +61,12 @@ from octavo.ops.cuda.linear_hopper import (
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
-from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import QuantizedExpertWeights, Routed
+from octavo.ops.experts import QuantizedExpertWeights, Routed, RouterWeights, Unrouted
 from octavo.ops.quantized import MxFloat4
+from octavo.routing import RoutingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -768,6 +770,15 @@ class MxExperts:
     def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
         """See ExpertsKernel.takes_in_two."""
         return False
+
+    def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
+        """See RoutingExpertsKernel.routes_inputs."""
+        device = self._up.tables.words.device
+        return num_tokens == 1 and routes_in_kernel(router, config, num_sms(device))
+
+    def apply_unrouted(self, x: Unrouted) -> Tensor:
+        """See RoutingExpertsKernel.apply_unrouted."""
+        return norm_route_and_mix_one_mx(x, self._up, self._down)
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""

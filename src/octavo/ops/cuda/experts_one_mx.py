@@ -51,16 +51,30 @@ from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
     _fetch_tile,
+    prefetch,
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.routing_in_kernel import (
+    EMPTY,
+    announce_logit,
+    choose,
+    empty_logits,
+    load_weights,
+    logit_shape,
+    make_choice,
+    norm_row,
+    prefetch_weights,
+    store_total,
+    told,
+    told_shares,
+)
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import Routed
+from octavo.ops.experts import Routed, Unrouted
 
-EMPTY = tl.constexpr(-2147483648)  # minus zero and zeros
 MOST_INPUTS = 24 << 10  # of a matrix, whose e4m3 numbers both teams keep in shared memory
 _BLOCK = tl.constexpr(BLOCK)
 _OCTET = 8  # rows of each matrix in a unit
@@ -77,41 +91,106 @@ _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
 class Exchange(NamedTuple):
-    """Through which gates come to the down projections."""
+    """Through which gates come to the down projections, and their results to who adds them up."""
 
     places: Tensor  # int32 [2, top_k, blocks * 64]: two numbers of 16 bits, or four of 8, each
+    # int32 [2, top_k - 1, down_rows]: results of all slots but the last one, in float32, for those
+    # who have the last one's
+    partial: Tensor
     tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
+    logits: Tensor | None  # int32 [2, *logit_shape]
 
 
 @cache
-def _exchange(device: torch.device, top_k: int, blocks: int, num_programs: int) -> Exchange:
-    """For one stream, and launches with as many programs."""
+def _exchange(
+    device: torch.device,
+    top_k: int,
+    blocks: int,
+    num_rows: int,
+    num_experts: int,
+    num_programs: int,
+) -> Exchange:
+    """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
+    buffers take turns from one launch to the next."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    shape = 2, top_k, blocks * BLOCK // 2
-    places = torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
-    return Exchange(places, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def empty(*shape: int) -> Tensor:
+        return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)
+
+    tickets = torch.zeros(1, dtype=torch.int32, device=device)
+    logits = empty(*logit_shape(num_experts)) if num_experts else None
+    return Exchange(
+        empty(top_k, blocks * BLOCK // 2), empty(max(1, top_k - 1), num_rows), tickets, logits
+    )
+
+
+class _Source(NamedTuple):
+    """Where inputs and experts come from: the kernel's first arguments."""
+
+    x: Tensor
+    ids: Tensor | None = None
+    shares: Tensor | None = None
+    residual: Tensor | None = None
+    total: Tensor | None = None
+    norm_weight: Tensor | None = None
+    router_weight: Tensor | None = None
+    router_bias: Tensor | None = None
+    num_hit: Tensor | None = None
+    num_experts: int = 0
+    eps: float = 0.0
+    scale: float = 0.0
 
 
 def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
     """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
-    gates, downs = up.tables, down.tables
-    top_k = routed.ids.shape[1]
-    num_programs = num_sms(x.device)  # With more, some would wait for others that find no room.
-    out = torch.empty((top_k, 1, x.shape[1]), dtype=torch.float32, device=x.device)
+    return _launch(_Source(x, routed.ids, routed.weights), up, down, routed.ids.shape[1])
+
+
+def norm_route_and_mix_one_mx(x: Unrouted, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    """See RoutingExpertsKernel.apply_unrouted, of one token in bfloat16."""
+    norm, config = x.norm, x.config
+    source = _Source(
+        norm.x,
+        residual=norm.residual,
+        total=norm.total,
+        norm_weight=norm.weight,
+        router_weight=x.router.weight,
+        router_bias=x.router.bias,
+        num_hit=x.num_hit,
+        num_experts=config.num_experts,
+        eps=norm.eps,
+        scale=config.scale,
+    )
+    return _launch(source, up, down, config.top_k, norm.offset, config.renormalised)
+
+
+def _launch(
+    source: _Source,
+    up: ExpertProjection,
+    down: ExpertProjection,
+    top_k: int,
+    offset: float = 0.0,
+    renormalises: bool = False,
+) -> Tensor:
+    gates, downs, device = up.tables, down.tables, source.x.device
+    num_programs = num_sms(device)  # With more, some would wait for others that find no room.
+    assert top_k <= _TEAMS.value * num_programs, "each slot has a team at least"
+    out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
+    exchange = _exchange(
+        device, top_k, downs.num_blocks, downs.num_rows, source.num_experts, num_programs
+    )
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
-        x,
+        *source,
         *_descriptors(gates),
         *_descriptors(downs),
         gates.factors,
         downs.factors,
         up.bias,
         down.bias,
-        *_exchange(x.device, top_k, downs.num_blocks, num_programs),
+        *exchange,
         out,
-        routed.ids,
-        routed.weights,
         gates.size,
         gates.num_rows,
         downs.num_rows,
@@ -121,16 +200,20 @@ def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProj
         downs.num_tiles,
         triton.cdiv(gates.num_first, _OCTET),
         triton.cdiv(downs.num_first, _OCTET),
+        OFFSET=offset,
+        RENORMALISES=renormalises,
+        ALL_EXPERTS=0 if exchange.logits is None else exchange.logits.shape[2],
         UP_ROUNDS=up_rounds,
         DOWN_ROUNDS=down_rounds,
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
         STAGES=_STAGES,
         TOP_K=top_k,
+        OTHERS=max(2, power_of_2(top_k - 1)),
         EPILOGUE=int(up.epilogue),
         BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
-        **launch_options(x.device),
+        **launch_options(device),
     )
     return out
 
@@ -147,11 +230,47 @@ def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescript
 
 
 @gluon.jit
-def _load_ids(ids, TOP_K: gl.constexpr):
+def _chosen(
+    source,
+    launch,
+    TOP_K: gl.constexpr,
+    CHOOSES: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+):
+    """The token's experts: as given, or chosen by the partition that CHOOSES, and told.
+
+    source: ids, weights, and what is needed to choose experts: places of logits, the number of
+        experts, what weights are multiplied by, and what partitions tell each other by.
+    """
+    ids, _weights, places, num_experts, _scale, choice = source
     experts = ()
-    for i in gl.static_range(TOP_K):
-        experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    if ids is not None:
+        for i in gl.static_range(TOP_K):
+            experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    elif CHOOSES:
+        experts = choose(
+            choice, places, _own_buffer(launch), num_experts, ALL_EXPERTS, TOP_K, RENORMALISES
+        )
+    else:
+        experts = told(choice, TOP_K)
     return experts
+
+
+@gluon.jit
+def _keep_shares(source, own_shares, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """Write the weights of the experts' results to shared memory, for this warp alone."""
+    ids, weights, _places, _num_experts, scale, choice = source
+    shares = ()
+    if ids is not None:
+        for i in gl.static_range(TOP_K):
+            shares += (gl.load(weights + i, cache_modifier=".cg"),)  # type: ignore[assignment]
+    else:
+        shares = told_shares(choice, scale, TOP_K, RENORMALISES)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(TOP_K):
+        own_shares.index(i).store(gl.zeros([1], gl.float32, ONE) + shares[i])
+    _barrier()
 
 
 @gluon.jit
@@ -164,13 +283,21 @@ def _expert_of(experts, slot):
 
 
 @gluon.jit
-def _units_of(num_gates, TEAM: gl.constexpr):
-    """A team's first units of gates and of down projections, and how far its units are from each
-    other: units of both are counted together."""
-    step = _TEAMS * gl.num_programs(0)
-    first = gl.program_id(0) + TEAM * gl.num_programs(0)
-    own_gates = gl.cdiv(gl.maximum(num_gates - first, 0), step)
-    return first, first + own_gates * step - num_gates, step
+def _units_of(down_octets, TOP_K: gl.constexpr, TEAM: gl.constexpr):
+    """A team's first unit of gates, and how far they are from each other; and the same of its down
+    projections, before that where they end. All of them are of one slot, so that gates are taken in
+    once; those who have a unit of gates less have the first of them."""
+    num_teams = _TEAMS * gl.num_programs(0)
+    team = gl.program_id(0) + TEAM * gl.num_programs(0)
+    each = num_teams // TOP_K  # teams of a slot; others have none
+    slot = team % TOP_K
+    first = gl.where(
+        team < each * TOP_K,
+        slot * down_octets + each - 1 - team // TOP_K,
+        TOP_K * down_octets,
+    )
+    end = gl.minimum(slot + 1, TOP_K) * down_octets
+    return team, num_teams, first, end, each
 
 
 @gluon.jit
@@ -187,23 +314,24 @@ def _fetch_units(
     ring,
     stage,
     phase,
-    first,
+    units,
     slot,
     octet,
-    step,
     ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     """Load the words and shifts of a team's units of one projection; the next stage and phase.
 
+    units: the first one, where they end, and how far they are from each other.
     slot, octet: of the first unit.
     """
+    first, end, step = units
     words, shifts, octets, num_tiles = source
     tiles, shift_tiles, ready, free = ring
     STAGES: gl.constexpr = ready.shape[0]
     WARPS: gl.constexpr = words.block_type.shape[1]
     BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
-    for unit in range(first, len(experts) * octets, step):
+    for unit in range(first, end, step):
         tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
         octet = octet % _TILE_OCTETS
         for begin in gl.static_range(0, ROUNDS, SLOTS):
@@ -223,7 +351,9 @@ def _fetch_units(
 
 @gluon.jit
 def _fetch(
-    ids,
+    source,
+    inputs,
+    launch,
     up,
     down,
     ring,
@@ -231,31 +361,34 @@ def _fetch(
     DOWN_ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads a team's weights."""
-    first, first_down, step = _units_of(TOP_K * up[2], TEAM)
+    first, step, first_down, end_down, down_step = _units_of(down[2], TOP_K, TEAM)
+    units = (first, TOP_K * up[2], step)
+    down_units = (first_down, end_down, down_step)
     # The next loads depend on ids, and what can be is done before they are there.
     slot, octet = first // up[2], first % up[2]
     down_slot, down_octet = first_down // down[2], first_down % down[2]
+    if inputs[3] is not None and TEAM == 1:
+        prefetch_weights(inputs[3], inputs[5], inputs[7], inputs[9])
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
+    experts = _chosen(source, launch, TOP_K, TEAM == 0, RENORMALISES, ALL_EXPERTS)
     none = gl.to_tensor(0)
-    stage, phase = _fetch_units(
-        up, experts, ring, none, none, first, slot, octet, step, UP_ROUNDS, SLOTS
-    )
+    stage, phase = _fetch_units(up, experts, ring, none, none, units, slot, octet, UP_ROUNDS, SLOTS)
     _fetch_units(
         down,
         experts,
         ring,
         stage,
         phase,
-        first_down,
+        down_units,
         down_slot,
         down_octet,
-        step,
         DOWN_ROUNDS,
         SLOTS,
     )
@@ -335,7 +468,7 @@ def _leave(sums, scale, board, free, stage, turn):
 
 @gluon.jit
 def _multiply(
-    x,
+    source,
     size,
     places,
     ring,
@@ -349,10 +482,17 @@ def _multiply(
     SLOTS: gl.constexpr,
     TOP_K: gl.constexpr,
     BOUNDED: gl.constexpr,
+    OFFSET: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that multiplies a team's units."""
+    """The partition that multiplies a team's units.
+
+    source: x, and what is needed to norm it: the residual stream, where its next values are
+        written, the norm's weights and eps; and the router's weights and bias, places of logits and
+        the number of experts.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, _COLUMNS, 32]
@@ -366,22 +506,21 @@ def _multiply(
         x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
     free = ring[3]
     num_gates = TOP_K * up_octets
-    first, first_down, step = _units_of(num_gates, TEAM)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    scale = _store_in_two(_load_inputs(x, size, UP_ROUNDS), x_tiles)
+    first, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
+    scale = _prepare_inputs(
+        source, size, x_tiles, launch, UP_ROUNDS, OFFSET, ALL_EXPERTS, TEAM, PDL
+    )
     turn = gl.to_tensor(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     inner = up_octets * _ROWS
     words_each = gl.cdiv(inner, _BLOCK) * (_BLOCK // 2)
-    num_downs = TOP_K * down_octets
+    slot = gl.minimum(first_down // down_octets, TOP_K - 1)
     found = _no_gates(DOWN_ROUNDS, BOUNDED)
     for unit in range(first, num_gates, step):
         is_second = unit % up_octets % 2 == 1
         if unit + step >= num_gates:  # Gates are asked for one unit ahead.
-            own_places = places + _own_buffer(launch) * (TOP_K * words_each)
-            own_places += gl.minimum(first_down, num_downs - 1) // down_octets * words_each
+            own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
             found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
@@ -389,22 +528,18 @@ def _multiply(
         _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
         stage, phase = _following(stage, phase, STAGES)
         turn += 1
-    places = places + _own_buffer(launch) * (TOP_K * words_each)
-    for unit in range(first_down, num_downs, step):
+    own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
+    while _lowest(found) == EMPTY:
+        found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
+    if BOUNDED:
+        for i in gl.static_range(DOWN_ROUNDS):
+            x_words.index(i).store(found[i])
+        fence_async_shared()
+        _barrier()
+    else:
+        down_scale = _store_in_two(_pairs(found), x_tiles)
+    for unit in range(first_down, end_down, down_step):
         is_second = unit % down_octets % 2 == 1
-        while _lowest(found) == EMPTY:
-            own_places = places + unit // down_octets * words_each
-            found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
-        if BOUNDED:
-            for i in gl.static_range(DOWN_ROUNDS):
-                x_words.index(i).store(found[i])
-            fence_async_shared()
-            _barrier()
-        else:
-            down_scale = _store_in_two(_pairs(found), x_tiles)
-        following = gl.minimum(unit + step, num_downs - 1)
-        next_places = places + following // down_octets * words_each
-        found = _load_gates(next_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, DOWN_ROUNDS, SLOTS
         )
@@ -419,6 +554,43 @@ def _by_warp(values, like):
     """Values of warps for a tensor [WARPS, 16, 4]."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
     return gl.convert_layout(values, LAYOUT)[:, None, None]
+
+
+@gluon.jit
+def _prepare_inputs(
+    source,
+    size,
+    x_tiles,
+    launch,
+    ROUNDS: gl.constexpr,
+    OFFSET: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
+    TEAM: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Write the inputs, perhaps after their norm, in two e4m3 numbers each; as `_store_in_two`. One
+    team's partition has the router's logit, too."""
+    x, residual, total, norm_weight, eps, router, bias, num_experts, places, _size = source
+    WARPS: gl.constexpr = gl.num_warps()
+    BY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    if norm_weight is None:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        parts = _load_inputs(x, size, ROUNDS)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        own_router = router if TEAM == 0 else None
+        expert, buffer = _told_ticket(launch)
+        weights = load_weights(
+            norm_weight, own_router, bias, expert, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
+        )
+        norm = (x, residual, eps)
+        parts, stream, logit = norm_row(norm, weights, size, OFFSET, ROUNDS, WARPS, _BLOCK, BY)
+        if TEAM == 0:
+            announce_logit(logit, places, buffer, expert, num_experts, ALL_EXPERTS)
+            store_total(total, stream, size, ROUNDS, WARPS, _BLOCK, BY)
+    return _store_in_two(parts, x_tiles)
 
 
 @gluon.jit
@@ -562,27 +734,81 @@ def _added(board, turn):
 
 
 @gluon.jit
-def _begin(places, tickets, launch, words_all):
-    """Which of both buffers the launch uses: tell it to the other partitions, and empty the other
-    one."""
-    numbers, told = launch
-    num_programs = gl.num_programs(0)
+def _as_words(values):
+    words = values.to(gl.int32, bitcast=True)
+    return gl.where(words == EMPTY, 0, words)
+
+
+@gluon.jit
+def _load_partial(
+    places,
+    row,
+    num_first,
+    num_rows,
+    is_last,
+    TOP_K: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """What all slots but the last one add to 8 rows of both matrices, as it is now: words [SLOTS,
+    2, 8]; zeros if the unit is not of the last slot."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 2, 1], [4, 1, 8], [1, 1, 1], [2, 1, 0])
+    OF_SLOT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LOADED))
+    OF_MATRIX: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LOADED))
+    slot = gl.arange(0, SLOTS, layout=OF_SLOT)[:, None, None]
+    first = gl.arange(0, 2, layout=OF_MATRIX)[None, :, None] * num_first
+    end = gl.where(first == 0, num_first, num_rows)
+    own = first + row + gl.arange(0, _ROWS, layout=OF_ROW)[None, None, :]
+    is_asked = (own < end) & (slot < TOP_K - 1) & is_last
+    return gl.load(places + slot * num_rows + own, mask=is_asked, other=0, volatile=True)
+
+
+@gluon.jit
+def _sum_of_partial(words):
+    """[SLOTS, 2, 8] as sums [8] of both matrices."""
+    return gl.split(gl.sum(words.to(gl.float32, bitcast=True), 0).permute((1, 0)))
+
+
+@gluon.jit
+def _take_ticket(tickets, launch, PDL: gl.constexpr):
+    """Find out which of both buffers the launch uses, and how many of its programs were before this
+    one, and tell it to the other partitions.
+
+    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
+    launch of this one may take tickets, when all programs have theirs.
+    """
+    numbers, is_told = launch
+    all_programs = 2 * gl.num_programs(0)
+    ticket = _add(tickets, 1)
+    if ticket == all_programs - 1:  # All programs of both launches have theirs.
+        # The largest is the ticket: it is waited for, that is, until the counter is 0.
+        ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
+    if PDL and ticket >= 0:  # always: it is waited for
+        tl.extra.cuda.gdc_launch_dependents()
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
+    _barrier()
+    mbarrier.arrive(is_told.index(0), count=1)
+
+
+@gluon.jit
+def _add(counter, value):
+    """Add to a number in memory, by one lane of a single warp; what it was before."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     none = gl.zeros_like(lanes)
     first = lanes == 0
-    before = gl.atomic_add(tickets + none, none + 1, mask=first, sem="relaxed", scope="gpu")
-    ticket = gl.sum(gl.where(first, before, 0), 0)
-    own = (ticket >= num_programs).to(gl.int32)
-    if ticket == 2 * num_programs - 1:  # All programs of both launches have begun.
-        gl.store(tickets, 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.store(gl.zeros([1], gl.int32, ONE) + own)
-    _barrier()
-    mbarrier.arrive(told.index(0), count=1)
+    before = gl.atomic_add(counter + none, none + value, mask=first, sem="relaxed", scope="gpu")
+    return gl.sum(gl.where(first, before, 0), 0)
+
+
+@gluon.jit
+def _empty_other(places, own, words_all):
+    """Make all places EMPTY of the buffer that the launch does not use."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    empty = gl.zeros_like(lanes) + EMPTY
     others = places + (1 - own) * words_all
-    for start in range(gl.program_id(0) * 32, words_all, num_programs * 32):
-        gl.store(others + start + lanes, none + EMPTY, mask=start + lanes < words_all)
-    return own
+    for start in range(gl.program_id(0) * 32, words_all, gl.num_programs(0) * 32):
+        gl.store(others + start + lanes, empty, mask=start + lanes < words_all)
 
 
 @gluon.jit
@@ -617,12 +843,21 @@ def _store_words(words, places):
 
 
 @gluon.jit
-def _own_buffer(launch):
-    """Which of both buffers the launch uses, once `_begin` has told it."""
-    numbers, told = launch
-    mbarrier.wait(told.index(0), 0)
+def _told_ticket(launch):
+    """What `_take_ticket` has found, once it is told: the program's number, and the buffer's."""
+    numbers, is_told = launch
+    mbarrier.wait(is_told.index(0), 0)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(numbers.load(ONE), 0)
+    ticket = gl.max(numbers.load(ONE), 0)
+    buffer = (ticket >= gl.num_programs(0)).to(gl.int32)
+    return ticket - buffer * gl.num_programs(0), buffer
+
+
+@gluon.jit
+def _own_buffer(launch):
+    """Which of both buffers the launch uses."""
+    _number, buffer = _told_ticket(launch)
+    return buffer
 
 
 @gluon.jit
@@ -634,23 +869,11 @@ def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first
     expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
     own = expert.to(gl.int64) * num_rows + row
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
-    _prefetch(factors + own)
-    _prefetch(factors + second)
+    prefetch(factors + own)
+    prefetch(factors + second)
     if bias is not None:
-        _prefetch(bias + own)
-        _prefetch(bias + second)
-
-
-@gluon.jit
-def _prefetch(places):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        prefetch(bias + own)
+        prefetch(bias + second)
 
 
 @gluon.jit
@@ -660,15 +883,20 @@ def _finish(
     out,
     places,
     tickets,
-    ids,
-    shares,
+    source,
+    num_hit,
+    own_shares,
+    partial,
     board,
     launch,
     up,
     down,
     TOP_K: gl.constexpr,
+    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     TEAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -681,12 +909,25 @@ def _finish(
     up_octets, up_rows, up_first = up
     down_octets, down_rows, down_first = down
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_gates = TOP_K * up_octets
+    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
+    num_others = (TOP_K - 1) * down_rows
+    ids, _weights, logits, num_experts, _scale, _choice = source
+    if TEAM == 0:
+        _take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _load_ids(ids, TOP_K)
-    num_gates = TOP_K * up_octets
-    num_downs = TOP_K * down_octets
-    first_gate, first_down, step = _units_of(num_gates, TEAM)
+    number, buffer = _told_ticket(launch)
+    if TEAM == 0:
+        _empty_other(places, buffer, TOP_K * words_each)
+        _empty_other(partial, buffer, num_others)
+        if ids is None:
+            empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
+            if number == 0:
+                count = gl.to_tensor(TOP_K).to(gl.int64)
+                gl.atomic_add(num_hit, count, sem="relaxed", scope="gpu")
+    experts = _chosen(source, launch, TOP_K, False, RENORMALISES, ALL_EXPERTS)
+    first_gate, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
     of_gates = (up_factors, up_bias, experts)
     of_downs = (down_factors, down_bias, experts)
     factor, second_factor, shift, second_shift = _load_rows(
@@ -694,14 +935,11 @@ def _finish(
     )
     _fetch_rows(up_factors, up_bias, experts, first_gate, step, up_octets, up_rows, up_first)
     _fetch_rows(
-        down_factors, down_bias, experts, first_down, step, down_octets, down_rows, down_first
+        down_factors, down_bias, experts, first_down, down_step, down_octets, down_rows, down_first
     )
-    words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    if TEAM == 0:
-        buffer = _begin(places, tickets, launch, TOP_K * words_each)
-    else:
-        buffer = _own_buffer(launch)
+    _keep_shares(source, own_shares, TOP_K, RENORMALISES)
     own_places = places + buffer * (TOP_K * words_each)
+    own_partial = partial + buffer * num_others
     turn = gl.to_tensor(0)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
     for unit in range(first_gate, num_gates, step):
@@ -722,21 +960,36 @@ def _finish(
     factor, second_factor, shift, second_shift = _load_rows(
         of_downs, first_down, down_octets, down_rows, down_first, OUT
     )
-    for unit in range(first_down, num_downs, step):
+    for unit in range(first_down, end_down, down_step):
         next_factor, next_second_factor, next_shift, next_second_shift = _load_rows(
-            of_downs, unit + step, down_octets, down_rows, down_first, OUT
+            of_downs, unit + down_step, down_octets, down_rows, down_first, OUT
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
-        share = gl.load(shares + slot, cache_modifier=".cg")
+        is_last = slot == TOP_K - 1
+        others_found = _load_partial(
+            own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
+        )
         first, second = _added(board, turn)
+        share = own_shares.index(slot).load(OUT)
         result = (gl.convert_layout(first, OUT) * factor + shift) * share
         second_result = (gl.convert_layout(second, OUT) * second_factor + second_shift) * share
-        target = out + slot * down_rows
+        while gl.min(gl.min(gl.min(others_found, 2), 1), 0) == EMPTY:
+            others_found = _load_partial(
+                own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
+            )
+        first, second = _sum_of_partial(others_found)
         rows = row + in_octet
-        gl.store(target + rows, result, mask=rows < down_first)
-        rows = down_first + rows
-        gl.store(target + rows, second_result, mask=rows < down_rows)
+        second_rows = down_first + rows
+        if is_last:
+            result += gl.convert_layout(first, OUT)
+            second_result += gl.convert_layout(second, OUT)
+            gl.store(out + rows, result, mask=rows < down_first)
+            gl.store(out + second_rows, second_result, mask=second_rows < down_rows)
+        else:
+            target = own_partial + slot * down_rows
+            gl.store(target + rows, _as_words(result), mask=rows < down_first)
+            gl.store(target + second_rows, _as_words(second_result), mask=second_rows < down_rows)
         factor = next_factor
         second_factor = next_second_factor
         shift = next_shift
@@ -777,6 +1030,17 @@ def _make_team(
 @gluon.jit
 def experts_one_kernel(
     x,
+    ids,
+    shares,
+    residual,
+    total,
+    norm_weight,
+    router_weight,
+    router_bias,
+    num_hit,
+    num_experts,
+    eps,
+    scale,
     up_words,
     up_shifts,
     down_words,
@@ -786,10 +1050,10 @@ def experts_one_kernel(
     up_bias,
     down_bias,
     places,
+    partial,
     tickets,
+    logits,
     out,
-    ids,
-    shares,
     size,
     up_rows,
     down_rows,
@@ -799,25 +1063,35 @@ def experts_one_kernel(
     down_tiles,
     up_octets,
     down_octets,
+    OFFSET: gl.constexpr,
+    RENORMALISES: gl.constexpr,
+    ALL_EXPERTS: gl.constexpr,
     UP_ROUNDS: gl.constexpr,
     DOWN_ROUNDS: gl.constexpr,
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
+    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All of a token's experts, weighted by `shares`, into out float32 [TOP_K, down_rows].
+    """All of a token's experts, weighted by `shares`, added up into out float32 [down_rows].
 
     Args:
         x: bfloat16 [size].
+        ids, shares: as in Routed; None: the kernel norms x and routes it, by what follows.
+        residual, total, norm_weight, eps, OFFSET: as in DeferredNorm.
+        router_weight, router_bias: as in RouterWeights.
+        num_hit: see make_router_kernel.
+        num_experts, scale, RENORMALISES: as in RoutingConfig.
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
-        places, tickets: of Exchange.
+        places, partial, tickets, logits: of Exchange; ALL_EXPERTS: the last dimension of logits.
         up_first, down_first: rows of the first matrix.
         up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
         UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.
         SLOTS: blocks of each warp in a stage.
+        OTHERS: power of 2, at least 2 and TOP_K - 1.
         BOUNDED: whether gates are below 64: they are exchanged as two e4m3 numbers, else in
             bfloat16.
     """
@@ -829,12 +1103,28 @@ def experts_one_kernel(
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(told.index(0), count=1)
+    is_told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(is_told.index(0), count=1)
+    choice = ()
+    if ids is None:
+        choice = make_choice(TOP_K)
     fence_async_shared()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    launch = (numbers, told)
+    launch = (numbers, is_told)
+    inputs = (
+        x,
+        residual,
+        total,
+        norm_weight,
+        eps,
+        router_weight,
+        router_bias,
+        num_experts,
+        logits,
+        size,
+    )
+    source = (ids, shares, logits, num_experts, scale, choice)
+    own_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
+    second_shares = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], FLAT)
     up = (up_words, up_shifts, up_octets, up_tiles)
     down = (down_words, down_shifts, down_octets, down_tiles)
     gl.warp_specialize(
@@ -842,7 +1132,7 @@ def experts_one_kernel(
             (
                 _multiply,
                 (
-                    x,
+                    inputs,
                     size,
                     places,
                     ring,
@@ -856,6 +1146,8 @@ def experts_one_kernel(
                     SLOTS,
                     TOP_K,
                     BOUNDED,
+                    OFFSET,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -863,7 +1155,7 @@ def experts_one_kernel(
             (
                 _multiply,
                 (
-                    x,
+                    inputs,
                     size,
                     places,
                     second_ring,
@@ -877,6 +1169,8 @@ def experts_one_kernel(
                     SLOTS,
                     TOP_K,
                     BOUNDED,
+                    OFFSET,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
@@ -884,7 +1178,9 @@ def experts_one_kernel(
             (
                 _fetch,
                 (
-                    ids,
+                    source,
+                    inputs,
+                    launch,
                     up,
                     down,
                     ring,
@@ -892,6 +1188,8 @@ def experts_one_kernel(
                     DOWN_ROUNDS,
                     SLOTS,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -899,7 +1197,9 @@ def experts_one_kernel(
             (
                 _fetch,
                 (
-                    ids,
+                    source,
+                    inputs,
+                    launch,
                     up,
                     down,
                     second_ring,
@@ -907,6 +1207,8 @@ def experts_one_kernel(
                     DOWN_ROUNDS,
                     SLOTS,
                     TOP_K,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
@@ -919,15 +1221,20 @@ def experts_one_kernel(
                     out,
                     places,
                     tickets,
-                    ids,
-                    shares,
+                    source,
+                    num_hit,
+                    own_shares,
+                    partial,
                     board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
+                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     0,
                     PDL,
                 ),
@@ -940,20 +1247,25 @@ def experts_one_kernel(
                     out,
                     places,
                     tickets,
-                    ids,
-                    shares,
+                    source,
+                    num_hit,
+                    second_shares,
+                    partial,
                     second_board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
+                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
+                    RENORMALISES,
+                    ALL_EXPERTS,
                     1,
                     PDL,
                 ),
             ),
         ],
         [8, 1, 1, 1, 1],
-        [112, 32, 32, 32, 32],
+        [112, 48, 48, 48, 48],
     )

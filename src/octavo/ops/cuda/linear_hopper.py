@@ -59,6 +59,19 @@ def _swizzled_layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout
 
 
 @gluon.jit
+def prefetch(places):
+    """Have the lines of pointers on their way to the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _fetch_weights(
     weight, tiles, ready, stage, row, second_row, step, HALVES: gl.constexpr, DOWN: gl.constexpr
 ):

@@ -145,7 +145,7 @@ def linear_ring(
     x = x.x if isinstance(x, DeferredNorm) else x
     assert x.stride(1) == 1
     num_rows, size = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0], x.shape[1]
-    out = x.new_empty((1, num_rows))
+    out = x.new_empty((1, num_rows), dtype=x.dtype if norm is None else norm.dtype)
     width = _width(scales is not None)
     block = [ring.rows, ring.fold, width]
     layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[weight.dtype])
