@@ -115,11 +115,12 @@ def by_a_ring(weight: Tensor, given: DeferredNorm, bias: Tensor, epilogue: Epilo
     ("multiply", "num_rows", "size"),
     [
         (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 34, 1100),
+        (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 34, 1536),
         (lambda weight, *args: CudaLinear(weight).apply_normed(*args), 6, 3300),
         (by_a_ring, 34, 1152),
     ],
 )
-@pytest.mark.parametrize("adds", ["nothing", "x", "norm of x"])
+@pytest.mark.parametrize("adds", ["nothing", "x", "float32 x", "norm of x"])
 def test_norm_of_one_token(
     device: torch.device,
     adds: str,
@@ -134,12 +135,15 @@ def test_norm_of_one_token(
     residual, scale, branch_scale = operands(3, 1, size, dtype, device)[0].unsqueeze(1)
     branch = branch_scale[0] if adds == "norm of x" else None
     given, stream = DeferredNorm(x, scale[0], 1e-5, 1.0), x
+    if adds == "float32 x":  # whose bits are more than float16 has
+        x = x.float() * (1 + 2**-13)
     if adds != "nothing":
         stream = _normed(x, branch) if branch is not None else x.double()
         stream = (stream + residual.double()).to(dtype)
         total = torch.empty_like(residual)
         given = DeferredNorm(x, scale[0], 1e-5, 1.0, residual.clone(), total, branch)
     actual = multiply(weight, given, bias, epilogue)
+    assert actual.dtype == dtype
     assert_close(actual, expected(_normed(stream, scale[0]), weight, bias, epilogue), dtype)
     if given.total is not None:
         torch.testing.assert_close(given.total, stream, rtol=2**-10, atol=0)

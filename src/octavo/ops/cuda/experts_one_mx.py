@@ -1,4 +1,5 @@
-"""The MXFP4 experts of one token on Hopper GPUs: both projections in one kernel.
+"""The MXFP4 experts of one token on Hopper GPUs: both projections in one kernel, and before them
+the norm and the router, where experts are chosen by their logits alone (routing_in_kernel.py).
 
 Each SM has a program, which takes units one after the other: 8 rows of each of two matrices
 (expert_tables.py), gates and ups of all experts first and then down projections. A program has two
@@ -12,11 +13,13 @@ tensor cores has 16 columns here, two for each of eight warps: a warp's own two 
 belong to its words, and what its rows make of the others is dropped.
 
 Gates announce themselves to the teams that take down projections, as attention's partial results
-do (attention_decode.py): a place holds EMPTY until its results have come. Of two buffers that take
-turns, a launch makes the one EMPTY again that it does not use; which one that is follows from a
-counter of all programs that have begun. Programs wait for each other and must all run at once: one
-for each SM does, as it takes more than half of the shared memory. Two on an SM would not always
-do, because an SM that still has programs of another kernel does not enlarge its shared memory.
+do (attention_decode.py): a place holds EMPTY until its results have come. All down projections of a
+team are of one slot of the token's experts, so that it takes its gates in once. Of two buffers that
+take turns, a launch makes the one EMPTY again that it does not use; which one that is follows from
+a counter of tickets, of which each program takes one. Programs wait for each other and must all run
+at once: one for each SM does, as it takes more than half of the shared memory. Two on an SM would
+not always do, because an SM that still has programs of another kernel does not enlarge its shared
+memory.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ from octavo.ops.cuda.routing_in_kernel import (
     told,
     told_shares,
 )
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed, Unrouted
@@ -91,24 +94,16 @@ _BOUNDED = tl.constexpr(4.0)  # what activations below 64 are multiplied by
 
 
 class Exchange(NamedTuple):
-    """Through which gates come to the down projections, and their results to who adds them up."""
+    """Through which gates come to the down projections, and logits to all programs."""
 
     places: Tensor  # int32 [2, top_k, blocks * 64]: two numbers of 16 bits, or four of 8, each
-    # int32 [2, top_k - 1, down_rows]: results of all slots but the last one, in float32, for those
-    # who have the last one's
-    partial: Tensor
     tickets: Tensor  # int32 [1]: how many programs have begun, of two launches
     logits: Tensor | None  # int32 [2, *logit_shape]
 
 
 @cache
 def _exchange(
-    device: torch.device,
-    top_k: int,
-    blocks: int,
-    num_rows: int,
-    num_experts: int,
-    num_programs: int,
+    device: torch.device, top_k: int, blocks: int, num_experts: int, num_programs: int
 ) -> Exchange:
     """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
     buffers take turns from one launch to the next."""
@@ -120,9 +115,7 @@ def _exchange(
 
     tickets = torch.zeros(1, dtype=torch.int32, device=device)
     logits = empty(*logit_shape(num_experts)) if num_experts else None
-    return Exchange(
-        empty(top_k, blocks * BLOCK // 2), empty(max(1, top_k - 1), num_rows), tickets, logits
-    )
+    return Exchange(empty(top_k, blocks * BLOCK // 2), tickets, logits)
 
 
 class _Source(NamedTuple):
@@ -176,10 +169,8 @@ def _launch(
     gates, downs, device = up.tables, down.tables, source.x.device
     num_programs = num_sms(device)  # With more, some would wait for others that find no room.
     assert top_k <= _TEAMS.value * num_programs, "each slot has a team at least"
-    out = torch.empty((1, gates.size), dtype=torch.float32, device=device)
-    exchange = _exchange(
-        device, top_k, downs.num_blocks, downs.num_rows, source.num_experts, num_programs
-    )
+    out = torch.empty((top_k, 1, gates.size), dtype=torch.float32, device=device)
+    exchange = _exchange(device, top_k, downs.num_blocks, source.num_experts, num_programs)
     up_rounds, down_rounds = (triton.cdiv(each.num_blocks, _WARPS) for each in (gates, downs))
     experts_one_kernel[(num_programs,)](
         *source,
@@ -208,7 +199,6 @@ def _launch(
         SLOTS=min(_MOST_ROUNDS, max(up_rounds, down_rounds)),
         STAGES=_STAGES,
         TOP_K=top_k,
-        OTHERS=max(2, power_of_2(top_k - 1)),
         EPILOGUE=int(up.epilogue),
         BOUNDED=up.epilogue is Epilogue.CLAMPED_SWIGLU,  # its results are below 64
         num_warps=_WARPS,
@@ -734,42 +724,6 @@ def _added(board, turn):
 
 
 @gluon.jit
-def _as_words(values):
-    words = values.to(gl.int32, bitcast=True)
-    return gl.where(words == EMPTY, 0, words)
-
-
-@gluon.jit
-def _load_partial(
-    places,
-    row,
-    num_first,
-    num_rows,
-    is_last,
-    TOP_K: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """What all slots but the last one add to 8 rows of both matrices, as it is now: words [SLOTS,
-    2, 8]; zeros if the unit is not of the last slot."""
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 2, 1], [4, 1, 8], [1, 1, 1], [2, 1, 0])
-    OF_SLOT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LOADED))
-    OF_MATRIX: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
-    OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LOADED))
-    slot = gl.arange(0, SLOTS, layout=OF_SLOT)[:, None, None]
-    first = gl.arange(0, 2, layout=OF_MATRIX)[None, :, None] * num_first
-    end = gl.where(first == 0, num_first, num_rows)
-    own = first + row + gl.arange(0, _ROWS, layout=OF_ROW)[None, None, :]
-    is_asked = (own < end) & (slot < TOP_K - 1) & is_last
-    return gl.load(places + slot * num_rows + own, mask=is_asked, other=0, volatile=True)
-
-
-@gluon.jit
-def _sum_of_partial(words):
-    """[SLOTS, 2, 8] as sums [8] of both matrices."""
-    return gl.split(gl.sum(words.to(gl.float32, bitcast=True), 0).permute((1, 0)))
-
-
-@gluon.jit
 def _take_ticket(tickets, launch, PDL: gl.constexpr):
     """Find out which of both buffers the launch uses, and how many of its programs were before this
     one, and tell it to the other partitions.
@@ -886,13 +840,11 @@ def _finish(
     source,
     num_hit,
     own_shares,
-    partial,
     board,
     launch,
     up,
     down,
     TOP_K: gl.constexpr,
-    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     RENORMALISES: gl.constexpr,
@@ -911,7 +863,6 @@ def _finish(
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_gates = TOP_K * up_octets
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
-    num_others = (TOP_K - 1) * down_rows
     ids, _weights, logits, num_experts, _scale, _choice = source
     if TEAM == 0:
         _take_ticket(tickets, launch, PDL)
@@ -920,7 +871,6 @@ def _finish(
     number, buffer = _told_ticket(launch)
     if TEAM == 0:
         _empty_other(places, buffer, TOP_K * words_each)
-        _empty_other(partial, buffer, num_others)
         if ids is None:
             empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
             if number == 0:
@@ -939,7 +889,6 @@ def _finish(
     )
     _keep_shares(source, own_shares, TOP_K, RENORMALISES)
     own_places = places + buffer * (TOP_K * words_each)
-    own_partial = partial + buffer * num_others
     turn = gl.to_tensor(0)
     in_octet = gl.arange(0, _ROWS, layout=OUT)
     for unit in range(first_gate, num_gates, step):
@@ -966,30 +915,15 @@ def _finish(
         )
         slot = unit // down_octets
         row = unit % down_octets * _ROWS
-        is_last = slot == TOP_K - 1
-        others_found = _load_partial(
-            own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
-        )
         first, second = _added(board, turn)
         share = own_shares.index(slot).load(OUT)
         result = (gl.convert_layout(first, OUT) * factor + shift) * share
         second_result = (gl.convert_layout(second, OUT) * second_factor + second_shift) * share
-        while gl.min(gl.min(gl.min(others_found, 2), 1), 0) == EMPTY:
-            others_found = _load_partial(
-                own_partial, row, down_first, down_rows, is_last, TOP_K, OTHERS
-            )
-        first, second = _sum_of_partial(others_found)
+        target = out + slot * down_rows
         rows = row + in_octet
-        second_rows = down_first + rows
-        if is_last:
-            result += gl.convert_layout(first, OUT)
-            second_result += gl.convert_layout(second, OUT)
-            gl.store(out + rows, result, mask=rows < down_first)
-            gl.store(out + second_rows, second_result, mask=second_rows < down_rows)
-        else:
-            target = own_partial + slot * down_rows
-            gl.store(target + rows, _as_words(result), mask=rows < down_first)
-            gl.store(target + second_rows, _as_words(second_result), mask=second_rows < down_rows)
+        gl.store(target + rows, result, mask=rows < down_first)
+        rows = down_first + rows
+        gl.store(target + rows, second_result, mask=rows < down_rows)
         factor = next_factor
         second_factor = next_second_factor
         shift = next_shift
@@ -1050,7 +984,6 @@ def experts_one_kernel(
     up_bias,
     down_bias,
     places,
-    partial,
     tickets,
     logits,
     out,
@@ -1071,12 +1004,11 @@ def experts_one_kernel(
     SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
-    OTHERS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All of a token's experts, weighted by `shares`, added up into out float32 [down_rows].
+    """All of a token's experts, weighted by `shares`, into out float32 [TOP_K, down_rows].
 
     Args:
         x: bfloat16 [size].
@@ -1086,12 +1018,11 @@ def experts_one_kernel(
         num_hit: see make_router_kernel.
         num_experts, scale, RENORMALISES: as in RoutingConfig.
         up_words, up_shifts, down_words, down_shifts: descriptors of ExpertTables.
-        places, partial, tickets, logits: of Exchange; ALL_EXPERTS: the last dimension of logits.
+        places, tickets, logits: of Exchange; ALL_EXPERTS: the last dimension of logits.
         up_first, down_first: rows of the first matrix.
         up_tiles, down_tiles, up_octets, down_octets: tiles and units of an expert.
         UP_ROUNDS, DOWN_ROUNDS: blocks of each warp in a unit.
         SLOTS: blocks of each warp in a stage.
-        OTHERS: power of 2, at least 2 and TOP_K - 1.
         BOUNDED: whether gates are below 64: they are exchanged as two e4m3 numbers, else in
             bfloat16.
     """
@@ -1224,13 +1155,11 @@ def experts_one_kernel(
                     source,
                     num_hit,
                     own_shares,
-                    partial,
                     board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
-                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
                     RENORMALISES,
@@ -1250,13 +1179,11 @@ def experts_one_kernel(
                     source,
                     num_hit,
                     second_shares,
-                    partial,
                     second_board,
                     launch,
                     (up_octets, up_rows, up_first),
                     (down_octets, down_rows, down_first),
                     TOP_K,
-                    OTHERS,
                     EPILOGUE,
                     BOUNDED,
                     RENORMALISES,

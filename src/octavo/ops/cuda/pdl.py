@@ -13,7 +13,8 @@ The rule, for every kernel that is launched with `launch_options()`:
      `wait_previous`; by loads that pass by the L1 cache. So may what was written before the step,
      which begins with the embedding of its tokens (embedding.py): a kernel without the option, that
      waits for all before it. Cached keys and values of earlier tokens are such, with the copies of
-     blocks, and what the encoder of a step has written.
+     blocks, and what the encoder of a step has written. One kernel takes tickets from a counter of
+     its own before it waits, and calls `allow_next` when it has them (experts_one_mx.py).
   3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
      the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own
