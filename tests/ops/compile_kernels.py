@@ -395,6 +395,25 @@ def experts() -> None:
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
     list_blocks(torch.zeros(64, 8, dtype=torch.int32), num, num_hit)
+    routers_that_norm(router, softmax, sigmoid)
+
+
+def routers_that_norm(
+    router: RouterWeights, softmax: RoutingConfig, sigmoid: RoutingConfig
+) -> None:
+    """Of partial sums and of complete ones, with and without a residual stream, a bias, corrections
+    and inputs in two numbers."""
+    from octavo.ops.cuda.routing_normed import CudaNormRouter
+    from octavo.ops.norm import DeferredNorm
+
+    num, size = router.weight.shape
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    residual, total = torch.zeros(2, 8, size, dtype=torch.bfloat16)
+    parts = DeferredNorm(torch.zeros(4, 8, size), residual[0], 1e-5, 0.0, residual, total)
+    complete = DeferredNorm(residual, residual[0], 1e-5, 1.0)
+    CudaNormRouter(router, softmax, num_hit).apply(parts, in_two=True)
+    corrected = router._replace(bias=residual[0, :num], correction=torch.zeros(num))
+    CudaNormRouter(corrected, sigmoid, num_hit).apply(complete)
 
 
 def bounded_experts_of_one_token() -> None:

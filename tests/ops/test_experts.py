@@ -13,12 +13,20 @@ from gluon_emulator import Emulated
 from torch import Tensor
 
 from octavo.layers import experts as layers_experts
+from octavo.layers.base import WeightOwner
 from octavo.layers.config import ExpertsConfig, MLPConfig, NormConfig
 from octavo.layers.experts import MixtureOfExperts
+from octavo.layers.mlp import DenseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda import experts_mx_hopper, experts_one_float8, experts_one_mx, routing
+from octavo.ops.cuda import (
+    experts_mx_hopper,
+    experts_one_float8,
+    experts_one_mx,
+    routing,
+    routing_normed,
+)
 from octavo.ops.cuda.expert_tables import ExpertTables
 from octavo.ops.cuda.expert_tiles import (
     choose_hopper_tiles,
@@ -27,8 +35,9 @@ from octavo.ops.cuda.expert_tiles import (
     tokens_per_tile,
 )
 from octavo.ops.cuda.expert_weights import ExpertMatrices
-from octavo.ops.cuda.routing import CudaRouter
+from octavo.ops.cuda.routing import CudaRouter, list_blocks
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
+from octavo.ops.cuda.routing_normed import CudaNormRouter
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
 from octavo.ops.experts import (
@@ -213,6 +222,195 @@ def test_routers_make_two_numbers_of_inputs(
     torch.testing.assert_close(*pair, **same)
     used = slice(None), slice(0, num_tokens)
     torch.testing.assert_close(routed.inputs.scales[used], wanted.scales[used], **same)
+
+
+def deferred(
+    num_parts: int, num_tokens: int, size: int, device: torch.device, dtype: torch.dtype
+) -> DeferredNorm:
+    """Of partial sums, if there are several, or of a complete one."""
+    x = numbers(num_parts, num_tokens, size, device=device)
+    residual = numbers(num_tokens, size, seed=1, device=device).to(dtype)
+    return DeferredNorm(
+        x if num_parts > 1 else x[0].to(dtype),
+        numbers(size, seed=2, device=device).to(dtype),
+        1e-5,
+        1.0,
+        residual,
+        torch.full_like(residual, torch.nan),
+    )
+
+
+def normed_by_reference(norm: DeferredNorm) -> tuple[Tensor, Tensor]:
+    """The norm and what is normed, in float32."""
+    assert norm.residual is not None
+    x = norm.x.float()
+    total = (x.sum(0) if x.dim() == 3 else x) + norm.residual.float()
+    total = total.to(norm.residual.dtype).float()
+    scale = norm.weight.float() + norm.offset
+    return F.rms_norm(total, scale.shape, scale, norm.eps), total
+
+
+def assert_listed(routed: Routed, num_experts: int) -> None:
+    """By experts, and in the order of tokens."""
+    num_hit = torch.zeros(1, dtype=torch.int64, device=routed.ids.device)
+    wanted = list_blocks(routed.ids, num_experts, num_hit)
+    assert torch.equal(routed.lists.num_blocks, wanted.num_blocks)
+    assert torch.equal(routed.lists.rows, wanted.rows)
+    count = int(wanted.num_blocks)
+    for name in ("experts", "begins", "ends"):
+        assert torch.equal(getattr(routed.lists, name)[:count], getattr(wanted, name)[:count]), name
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "num_tokens", "size"), [(3, 4, 50), (1, 7, 150), (2, 8, 530)]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_router_norms_its_inputs(
+    device: torch.device, rule: str, num_parts: int, num_tokens: int, size: int
+) -> None:
+    config = RULES[rule]
+    weights = router_weights(config, size, device)
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    router = CudaNormRouter(weights, config, num_hit)
+    assert router.norms_inputs(num_tokens)
+    norm = deferred(num_parts, num_tokens, size, device, torch.float32)
+    wanted, total = normed_by_reference(norm)
+    routed = router.apply(norm, in_two=True)
+    assert_routed(routed, route(wanted, weights, config))
+    assert_listed(routed, config.num_experts)
+    assert int(num_hit) == len(routed.ids.unique())
+    assert norm.total is not None
+    assert routed.normed is not None
+    assert routed.inputs is not None
+    torch.testing.assert_close(norm.total, total)
+    torch.testing.assert_close(routed.normed, wanted)
+    in_two = cuda_experts.round_inputs(routed.normed, Rounding.IN_TWO)
+    assert torch.equal(routed.inputs.values.float(), in_two.values.float())
+    used = slice(None), slice(0, num_tokens)
+    assert torch.equal(routed.inputs.scales[used], in_two.scales[used])
+    assert (routing_normed._board(device) == routing_normed.EMPTY.value).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_a_bad_row_stays_alone_where_a_router_norms(device: torch.device, bad: float) -> None:
+    """Logits of zero announce themselves, too."""
+    config = RULES["grouped-sigmoid"]
+    weights = router_weights(config, 300, device)
+    router = CudaNormRouter(weights, config, torch.zeros(1, dtype=torch.int64, device=device))
+    norm = deferred(1, 5, 300, device, torch.float32)
+    assert norm.residual is not None
+    wanted = router.apply(norm)
+    norm.x[2], norm.residual[2] = bad, -0.0
+    routed = router.apply(norm)
+    others = [0, 1, 3, 4]
+    assert torch.equal(routed.ids[others], wanted.ids[others])
+    assert torch.equal(routed.weights[others], wanted.weights[others])
+    assert routed.weights[2].isfinite().all() == (bad == 0)
+    assert len(routed.ids[2].unique()) == config.top_k
+    assert_listed(routed, config.num_experts)
+    assert (routing_normed._board(device) == routing_normed.EMPTY.value).all()
+
+
+def test_routers_norm_the_inputs_of_few_tokens(device: torch.device) -> None:
+    config = RoutingConfig(num_experts=128, top_k=8)
+
+    def norms(num_tokens: int, size: int = 4096, dtype: torch.dtype = torch.bfloat16) -> bool:
+        weights = RouterWeights(torch.empty((128, size), dtype=dtype, device=device))
+        num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+        return CudaNormRouter(weights, config, num_hit).norms_inputs(num_tokens)
+
+    assert [norms(num_tokens) for num_tokens in (3, 4, 8, 9)] == [False, True, True, False]
+    assert not norms(4, 4160)
+    assert not norms(4, dtype=torch.float16), "scaled inputs may be too large"
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_a_norm_is_left_to_a_router(monkeypatch: pytest.MonkeyPatch, has_shared: bool) -> None:
+    """Of few tokens, and also if there are partial sums; the experts read what it has normed."""
+    monkeypatch.setattr(layers_experts, "make_router_kernel", CudaNormRouter)
+    monkeypatch.setattr(layers_experts, "make_experts_kernel", cuda_kernel)
+    routing_config = RoutingConfig(num_experts=6, top_k=2)
+    config = ExpertsConfig(
+        hidden_size=96, intermediate_size=32, activation="silu", routing=routing_config
+    )
+    if has_shared:
+        shared = MLPConfig(kind="gated", hidden_size=96, intermediate_size=32, activation="silu")
+        config = replace(config, shared=shared, shared_gate=True)
+    block, norm = MixtureOfExperts(config), RMSNorm(NormConfig("rms", 96, 1e-5, offset=1.0))
+    block.router.num_hit = torch.zeros(1, dtype=torch.int64)
+    for module in (*block.modules(), norm):
+        if isinstance(module, WeightOwner):
+            for parameter in module.parameters():
+                parameter.data = numbers(*parameter.shape) * 0.2
+            module.finalize()
+    parts, residual = numbers(2, 20, 96), numbers(20, 96, seed=1)
+
+    def run(hidden: Tensor, before: Tensor) -> tuple[bool, Tensor, Tensor]:
+        given, stream = norm.forward_for(block, hidden, before.clone())
+        result = block.forward(given)
+        results = result if isinstance(result, tuple) else (result,)
+        summed = sum(each.sum(0) if each.dim() == 3 else each for each in results)
+        assert isinstance(summed, Tensor)
+        return isinstance(given, DeferredNorm), summed, stream
+
+    is_deferred, wanted, total = run(parts.sum(0), residual)
+    assert not is_deferred
+    for hidden in (parts.sum(0)[:7], parts[:, :7]):
+        is_deferred, got, stream = run(hidden.contiguous(), residual[:7])
+        assert is_deferred
+        torch.testing.assert_close(got, wanted[:7], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stream, total[:7])
+    norm.follow(norm)
+    assert isinstance(norm.forward_for(block, parts[0, :7], residual[:7].clone())[0], Tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("config", "size", "num_parts"),
+    [
+        (RoutingConfig(num_experts=128, top_k=8), 2048, 4),
+        (RoutingConfig(num_experts=32, top_k=4, bias=True), 2880, 2),
+        (RoutingConfig(num_experts=40, top_k=3, scoring=Scoring.SIGMOID), 4096, 1),
+    ],
+)
+def test_a_router_that_norms_again_and_again(
+    config: RoutingConfig, size: int, num_parts: int
+) -> None:
+    """In one launch after the other, also of a graph: the same bits, and what two kernels make,
+    within what rounding inputs before their norm or after it changes."""
+    device = torch.device("cuda")
+    exact = router_weights(config, size, device)
+    bias = None if exact.bias is None else exact.bias.bfloat16()
+    weights = RouterWeights(exact.weight.bfloat16(), bias)
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    router = CudaNormRouter(weights, config, num_hit)
+    norms = [deferred(num_parts, n, size, device, torch.bfloat16) for n in (2, 5, 8)]
+    firsts = [router.apply(norm, in_two=True) for norm in norms]
+    for norm, routed in zip(norms, firsts, strict=True):
+        wanted, total = normed_by_reference(norm)
+        assert routed.normed is not None
+        assert norm.total is not None
+        assert (routed.normed - wanted).norm() < 3e-3 * wanted.norm()
+        assert (norm.total - total).norm() < 1e-3 * total.norm()
+        assert_listed(routed, config.num_experts)
+        reference = route(wanted, weights, config)
+        is_same = (routed.ids == reference.ids).all(dim=1)
+        assert (routed.ids == reference.ids).float().mean() > 0.9
+        torch.testing.assert_close(
+            routed.weights[is_same], reference.weights[is_same], rtol=0.05, atol=0.01
+        )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = [[router.apply(norm, in_two=True) for norm in norms] for _ in range(3)]
+    for _ in range(200):
+        graph.replay()
+        for each in again:
+            for got, first in zip(each, firsts, strict=True):
+                assert torch.equal(got.ids, first.ids)
+                assert torch.equal(got.weights, first.weights)
+                assert torch.equal(got.lists.rows, first.lists.rows)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of large gates
@@ -779,10 +977,12 @@ def test_a_norm_is_left_to_experts_that_route(monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(stream, total_of_two[:1])
     assert block.router.num_hit == 4
     assert torch.equal(residual, numbers(2, 96, seed=1))
+    shared = MLPConfig(kind="gated", hidden_size=96, intermediate_size=32, activation="silu")
+    block.shared = DenseMLP(shared)
+    assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
+    block.shared = None
     norm.follow(norm)
     assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
-    shared = MLPConfig(kind="gated", hidden_size=96, intermediate_size=32, activation="silu")
-    assert MixtureOfExperts(replace(config, shared=shared)).entry is None
 
 
 def test_experts_choose_in_the_kernel_by_logits_alone() -> None:

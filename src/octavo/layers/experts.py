@@ -41,6 +41,7 @@ from octavo.ops.quantized import (
     GroupedInt,
     MxFloat4,
     QuantizedWeight,
+    RoundedInputs,
     Rounding,
     ScaledFloat8,
 )
@@ -85,8 +86,12 @@ class Router(WeightOwner):
         self.weights = RouterWeights(self.weight, self.bias, self.correction)
         self._kernel = make_router_kernel(self.weights, self.config, self.num_hit)
 
-    def forward(self, hidden: Tensor, in_two: bool = False) -> Routed:
-        """Route hidden [num_tokens, hidden_size]; called after `finalize`.
+    def norms_inputs(self, num_tokens: int) -> bool:
+        """See RouterKernel.norms_inputs."""
+        return self._kernel.norms_inputs(num_tokens)
+
+    def forward(self, hidden: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+        """Route hidden [num_tokens, hidden_size], or its norm; called after `finalize`.
 
         in_two: see RouterKernel.apply.
         """
@@ -437,17 +442,20 @@ class MixtureOfExperts(nn.Module):
         )
 
     @property
-    def entry(self) -> MixtureOfExperts | None:
-        """See InputReader.entry: a shared expert would read the input, too."""
-        return self if self.shared is None else None
+    def entry(self) -> MixtureOfExperts:
+        """See InputReader.entry: what the router norms, the experts read, too."""
+        return self
 
     def rounding(self, num_tokens: int) -> Rounding:
         """See Entry.rounding: the router reads the input as it is."""
         return Rounding.NONE
 
-    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
-        """See Entry.norms_inputs: experts that route norm their inputs before."""
-        return not norms_branch and self.experts.routes_inputs(num_tokens, self.router)
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
+        """See Entry.norms_inputs: experts that route norm their inputs before, and so do routers of
+        a few tokens, which add up partial sums, too."""
+        if norms_branch:
+            return False
+        return self._routes_inputs(num_tokens, is_partial) or self.router.norms_inputs(num_tokens)
 
     @property
     def projections(self) -> Sequence[LinearMethod]:
@@ -456,10 +464,14 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""
-        if isinstance(hidden, DeferredNorm):
+        assert not isinstance(hidden, RoundedInputs)
+        num_tokens = hidden.x.shape[-2] if isinstance(hidden, DeferredNorm) else len(hidden)
+        if isinstance(hidden, DeferredNorm) and self._routes_inputs(num_tokens, hidden.x.dim() > 2):
             return self.experts.forward_unrouted(self.router.unrouted(hidden))
-        assert isinstance(hidden, Tensor)
-        routed = self.router.forward(hidden, self.experts.takes_in_two(len(hidden)))
+        routed = self.router.forward(hidden, self.experts.takes_in_two(num_tokens))
+        if isinstance(hidden, DeferredNorm):
+            assert routed.normed is not None
+            hidden = routed.normed
         result = self.experts.forward_partial(hidden, routed)
         if self.shared is None:
             return result
@@ -467,6 +479,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is not None:
             shared = shared * self.shared_gate.forward(hidden).sigmoid()
         return result, shared
+
+    def _routes_inputs(self, num_tokens: int, is_partial: bool) -> bool:
+        """See ExpertsMethod.routes_inputs; a shared expert would read the norm's result, too."""
+        if self.shared is not None or is_partial:
+            return False
+        return self.experts.routes_inputs(num_tokens, self.router)
 
 
 def make_experts(config: ExpertsConfig) -> ExpertsMethod:

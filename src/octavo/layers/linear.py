@@ -76,10 +76,12 @@ class LinearMethod(WeightOwner):
         """As `forward`, of inputs that are rounded as `rounding` or `part_rounding` says."""
         raise NotImplementedError
 
-    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
         """Whether `forward_normed` is to compute with so many tokens.
 
-        norms_branch: whether there is a `branch_weight`.
+        Args:
+            norms_branch: whether there is a `branch_weight`.
+            is_partial: whether there are partial sums to be added up.
         """
         return False
 
@@ -160,10 +162,12 @@ class Projection(LinearMethod):
         """See LinearMethod.forward_partial."""
         return self._kernel.apply_partial(x, self.bias)
 
-    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
         """See LinearMethod.norms_inputs."""
         kernel = self._norming_kernel
-        return kernel is not None and kernel.norms_inputs(num_tokens, norms_branch)
+        if kernel is None or is_partial:
+            return False
+        return kernel.norms_inputs(num_tokens, norms_branch)
 
     def forward_normed(self, x: DeferredNorm, epilogue: Epilogue) -> Tensor:
         """See LinearMethod.forward_normed."""

@@ -30,7 +30,7 @@ class Entry(Protocol):
     def rounding(self, num_tokens: int) -> Rounding:
         """See LinearMethod.rounding."""
 
-    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+    def norms_inputs(self, num_tokens: int, norms_branch: bool, is_partial: bool = False) -> bool:
         """See LinearMethod.norms_inputs."""
 
 
@@ -145,10 +145,10 @@ class Norm(WeightOwner):
         self, hidden: Branches, residual: Tensor | None, entry: Entry
     ) -> DeferredNorm | None:
         """What `entry` needs to do what `_normalise` does; None: it is not to do that."""
-        if not isinstance(hidden, Tensor) or hidden.dim() != 2:
+        if not isinstance(hidden, Tensor) or not self._is_deferrable:
             return None
         branch = None if residual is None else self._branch_norm
-        if not self._is_deferrable or not entry.norms_inputs(len(hidden), bool(branch)):
+        if not entry.norms_inputs(hidden.shape[-2], bool(branch), is_partial=hidden.dim() > 2):
             return None
         assert self._loaded is not None
         return DeferredNorm(

@@ -27,6 +27,7 @@ from octavo.ops.experts import (
     list_rows,
 )
 from octavo.ops.linear import has_numba_kernel, make_linear_kernel
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import Rounding, round_inputs
 from octavo.routing import RoutingConfig
 
@@ -41,8 +42,13 @@ class TorchRouter:
         self._config = config
         self._num_hit = num_hit
 
-    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
+    def norms_inputs(self, num_tokens: int) -> bool:
+        """See RouterKernel.norms_inputs."""
+        return False
+
+    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
         """See RouterKernel.apply."""
+        assert isinstance(x, Tensor), "it norms nothing"
         inputs = round_inputs(x, Rounding.IN_TWO) if in_two else None
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
         routed = choose(logits, self._correction, self._config)
@@ -87,9 +93,9 @@ def make_router_kernel(
     num_hit: int64 [1], to which each call adds how many experts some token takes.
     """
     if weights.weight.device.type == "cuda":
-        from octavo.ops.cuda.routing import CudaRouter
+        from octavo.ops.cuda.routing_normed import CudaNormRouter
 
-        return CudaRouter(weights, config, num_hit)
+        return CudaNormRouter(weights, config, num_hit)
     return TorchRouter(weights, config, num_hit)
 
 

@@ -31,6 +31,7 @@ class Routed(NamedTuple):
     weights: Tensor  # float32 [num_tokens, top_k]: of their results
     lists: Any = None  # the same by expert, in the form that the device's ExpertsKernel takes
     inputs: RoundedInputs | None = None  # of the experts, if given: see RouterKernel.apply
+    normed: Tensor | None = None  # of a DeferredNorm: [num_tokens, size], which the experts take
 
 
 class RouterWeights(NamedTuple):
@@ -71,8 +72,12 @@ class Unrouted(NamedTuple):
 class RouterKernel(Protocol):
     """Computes logits in float32, and chooses experts."""
 
-    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
-        """Route x [num_tokens, size].
+    def norms_inputs(self, num_tokens: int) -> bool:
+        """Whether it is to be given a DeferredNorm, of complete or partial sums, and no result of
+        the norm."""
+
+    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+        """Route x [num_tokens, size], or its norm, which is `normed` of the result.
 
         A token whose logits are not finite gets experts, too, and weights that are not finite.
 

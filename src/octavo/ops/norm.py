@@ -23,14 +23,16 @@ class Affine(NamedTuple):
 
 
 class DeferredNorm(NamedTuple):
-    """Inputs of a projection that applies their RMS norm itself, with the addition to the residual
-    stream before it; the arguments are those of `norm`."""
+    """Inputs of a projection, or of a router, that applies their RMS norm itself, with the addition
+    to the residual stream before it; the arguments are those of `norm`."""
 
-    x: Tensor  # [1, size], dense; with a residual perhaps in float32
+    # [1, size], dense; with a residual perhaps in float32; of a router, also of several tokens, and
+    # partial sums of them
+    x: Tensor
     weight: Tensor  # [size], as the checkpoint has it
     eps: float
     offset: float  # added to both weights
-    # [1, size] each, dense; None: x itself is normalised
+    # [num_tokens, size] each, dense; None: x itself is normalised
     residual: Tensor | None = None
     total: Tensor | None = None  # where the projection writes residual + x, for those that follow
     branch_weight: Tensor | None = None  # [size], of an RMS norm of x before it is added

@@ -25,6 +25,7 @@ from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_pr
 from octavo.ops.cuda.quantize import empty_inputs, store_group_in_two
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
+from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import Rounding
 from octavo.routing import RoutingConfig, Scoring
 
@@ -79,8 +80,13 @@ class CudaRouter:
         self._config = config
         self._num_hit = num_hit
 
-    def apply(self, x: Tensor, in_two: bool = False) -> Routed:
+    def norms_inputs(self, num_tokens: int) -> bool:
+        """See RouterKernel.norms_inputs."""
+        return False
+
+    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
         """See RouterKernel.apply."""
+        assert isinstance(x, Tensor), "it norms nothing"
         return route(x, self._weights, self._config, self._num_hit, in_two)
 
 
@@ -159,7 +165,8 @@ def route(
         SPLITS=cut.splits,
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
-        SLOTS=power_of_2(top_k),
+        # Of one tile, a warp has four tokens, and lists rows by their marks.
+        SLOTS=power_of_2(top_k) if is_one or num_tiles > 1 else 0,
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
         GROUPS=config.num_groups,
@@ -330,19 +337,22 @@ def _choose(
     scale,
     reach,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISES: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     BY_LOGITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Ids and weights [TOKENS, SLOTS] and marks [TOKENS, ALL_EXPERTS] by logits of the same shape.
-    A mark is one more than the slot of an expert, 0 of those that were not chosen.
+    """Experts by logits [TOKENS, ALL_EXPERTS]: marks of the same shape, each one more than the slot
+    of an expert, 0 of those that were not chosen; ids and weights.
 
     BY_LOGITS: experts are chosen by softmax alone: logits are in the order of the probabilities,
         differ more, and suffice for the weights of a renormalised softmax.
+    SLOTS: ids and weights are [TOKENS, SLOTS]; with 0, weights are [TOKENS, ALL_EXPERTS], without a
+        meaning where there is no mark, and ids [1, ALL_EXPERTS]. That takes fewer instructions for
+        each choice, and more to store them: less time where a warp has few tokens.
     """
     is_expert = (columns < num_experts)[None, :]
     scores = logits
@@ -359,21 +369,23 @@ def _choose(
     if GROUPS > 1:
         size = num_experts // GROUPS
         keys = _keys_of_best_groups(keys, choice, columns, size, GROUPS, GROUP_SLOTS, TOP_GROUPS)
-    slots = tl.arange(0, SLOTS)
     largest_key = tl.max(keys, 1)
-    ids, weights, marks = _choose_in_turn(
-        keys, scores, logits, columns, reach, TOP_K, SLOTS, SCORING, correction is None
+    marks, ids, weights = _choose_in_turn(
+        keys, scores, logits, columns, reach, TOP_K, SCORING, correction is None, SLOTS
     )
+    is_chosen = marks > 0
+    if SLOTS > 0:
+        is_chosen = (tl.arange(0, SLOTS) < TOP_K)[None, :]
     if BY_LOGITS:
         largest = _scores_of(largest_key)[:, None]
-        weights = tl.where(slots[None, :] < TOP_K, tl.exp(weights - largest), 0.0)
+        weights = tl.where(is_chosen, tl.exp(weights - largest), 0.0)
         if not RENORMALISES:
             every = tl.where(is_expert, tl.exp(logits - largest), 0.0)
             weights = weights / tl.sum(every, 1)[:, None]
     if RENORMALISES:
-        total = tl.sum(weights, 1)
+        total = tl.sum(tl.where(is_chosen, weights, 0.0), 1)
         weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
-    return ids, weights * scale, marks
+    return marks, ids, weights * scale
 
 
 @triton.jit
@@ -384,31 +396,82 @@ def _choose_in_turn(
     columns,
     reach,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
     IN_KEYS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Ids, weights and marks (`_choose`), one expert after the other; with IN_KEYS, weights are
+    """Marks, ids and weights (`_choose`), one expert after the other; with IN_KEYS, weights are
     what keys were made of, which needs no sum over the experts."""
-    slots = tl.arange(0, SLOTS)
-    ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
-    weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
     marks = tl.zeros(logits.shape, tl.int32)
+    ids = columns[None, :]
+    weights = scores
+    slots = columns
+    if SLOTS > 0:
+        slots = tl.arange(0, SLOTS)
+        ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
+        weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
     for slot in range(TOP_K):
         key, best = _best(keys, columns)
         is_best = columns[None, :] == best[:, None]
-        weight = _scores_of(key) if IN_KEYS else _at(scores, columns, best)
-        if SCORING == SPARSEMIXER:
-            largest = weight[:, None]
-            limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
-            is_far = largest - logits > reach * limit
-            near = tl.where((keys == LOWEST_KEY) | is_far, 0.0, tl.exp(logits - largest))
-            weight = 1 / tl.sum(near, 1)
-        ids = tl.where(slots[None, :] == slot, best[:, None], ids)
-        weights = tl.where(slots[None, :] == slot, weight[:, None], weights)
+        if SLOTS > 0 or SCORING == SPARSEMIXER:
+            weight = _scores_of(key) if IN_KEYS else _at(scores, columns, best)
+            if SCORING == SPARSEMIXER:
+                largest = weight[:, None]
+                limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
+                is_far = largest - logits > reach * limit
+                near = tl.where((keys == LOWEST_KEY) | is_far, 0.0, tl.exp(logits - largest))
+                weight = 1 / tl.sum(near, 1)
+            is_its = (slots[None, :] == slot) if SLOTS > 0 else is_best
+            weights = tl.where(is_its, weight[:, None], weights)
+        if SLOTS > 0:
+            ids = tl.where(slots[None, :] == slot, best[:, None], ids)
         marks = tl.where(is_best, slot + 1, marks)
         keys = tl.where(is_best, LOWEST_KEY, keys)
-    return ids, weights, marks
+    return marks, ids, weights
+
+
+@triton.jit
+def _scatter(places, values, mask, PDL: tl.constexpr):
+    """Store values of 32 bits, those that each thread has. Triton's own stores would have them and
+    their places pass through shared memory, for threads whose places might be neighbours."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [places, values.to(tl.int32, bitcast=True), mask.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(places, values, mask=mask)
+
+
+@triton.jit
+def _store_choice(
+    ids,
+    weights,
+    choice,
+    tokens,
+    is_token,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Store the choice of tokens (`_choose`); returns marks, 0 where there is no token."""
+    marks, found, chosen = choice
+    marks = tl.where(is_token[:, None], marks, 0)
+    if SLOTS > 0:
+        slots = tl.arange(0, SLOTS)
+        places = tokens[:, None] * TOP_K + slots[None, :]
+        is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
+        tl.store(ids + places, found, mask=is_slot)
+        tl.store(weights + places, chosen, mask=is_slot)
+    else:
+        places = tokens[:, None] * TOP_K + marks - 1
+        _scatter(ids + places, found, marks > 0, PDL)
+        _scatter(weights + places, chosen, marks > 0, PDL)
+    return marks
 
 
 @triton.jit
@@ -418,22 +481,49 @@ def _count_hit(num_hit, count):
 
 
 @triton.jit
+def _num_bits(bits):
+    """How many of the lowest 16 bits are set."""
+    bits -= (bits >> 1) & 0x5555
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits + (bits >> 4)) & 0x0F0F
+    return (bits + (bits >> 8)) & 0x1F
+
+
+@triton.jit
 def _list_tile(
-    marks, tokens, columns, rows, experts, begins, ends, num_blocks, num_hit, TOP_K: tl.constexpr
+    marks,
+    tokens,
+    columns,
+    rows,
+    experts,
+    begins,
+    ends,
+    num_blocks,
+    num_hit,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """What `_list_kernel` writes, of a single tile of tokens, among which an expert has one
-    block."""
-    is_own = (marks > 0).to(tl.int32)
-    counts = tl.sum(is_own, 0)
-    is_hit = (counts > 0).to(tl.int32)
-    begin = tl.cumsum(counts, 0) - counts
-    block = tl.cumsum(is_hit, 0) - is_hit
-    places = begin[None, :] + tl.cumsum(is_own, 0) - is_own
-    tl.store(rows + places, tokens[:, None] * TOP_K + marks - 1, mask=marks > 0)
-    tl.store(experts + block, columns, mask=counts > 0)
-    tl.store(begins + block, begin, mask=counts > 0)
-    tl.store(ends + block, begin + counts, mask=counts > 0)
-    total = tl.sum(is_hit, 0)
+    """What `_list_kernel` writes, of a single tile of at most 16 tokens, among which an expert has
+    one block.
+
+    Only an expert's tokens, as bits, pass from warp to warp: each counts for itself what comes
+    before, and the first one stores the blocks.
+    """
+    bit = tl.arange(0, marks.shape[0])[:, None]
+    takers = tl.sum((marks > 0).to(tl.int32) << bit, 0)[None, :] + tl.zeros_like(marks)
+    count = _num_bits(takers)
+    is_hit = takers > 0
+    both = count + (is_hit.to(tl.int32) << 16)
+    before = tl.cumsum(both, 1) - both
+    begin = before & 0xFFFF
+    block = before >> 16
+    places = begin + _num_bits(takers & ((1 << bit) - 1))
+    _scatter(rows + places, tokens[:, None] * TOP_K + marks - 1, marks > 0, PDL)
+    is_stored = is_hit & (bit == 0)
+    _scatter(experts + block, columns[None, :], is_stored, PDL)
+    _scatter(begins + block, begin, is_stored, PDL)
+    _scatter(ends + block, begin + count, is_stored, PDL)
+    total = tl.max(tl.sum(is_hit.to(tl.int32), 1), 0)
     tl.store(num_blocks, total)
     _count_hit(num_hit, total)
 
@@ -592,7 +682,7 @@ def _route_kernel(
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         for i in tl.static_range(1, SPLITS):
             given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
-        found, chosen, marks = _choose(
+        choice = _choose(
             given,
             every,
             correction,
@@ -600,23 +690,18 @@ def _route_kernel(
             scale,
             reach,
             TOP_K,
-            SLOTS,
             SCORING,
             RENORMALISES,
             GROUPS,
             GROUP_SLOTS,
             TOP_GROUPS,
             BY_LOGITS,
+            SLOTS,
         )
-        slots = tl.arange(0, SLOTS)
-        chosen_places = tokens[:, None] * TOP_K + slots[None, :]
-        is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
-        tl.store(ids + chosen_places, found, mask=is_slot)
-        tl.store(weights + chosen_places, chosen, mask=is_slot)
+        marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, SLOTS, PDL)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
             _count_hit(num_hit, TOP_K)
-        marks = tl.where(is_token[:, None], marks, 0)
         if rows is not None:
             _list_tile(
                 marks,
@@ -629,6 +714,7 @@ def _route_kernel(
                 num_blocks,
                 num_hit,
                 TOP_K,
+                PDL,
             )
         if marked is not None:
             _store_marks(marks, tile, tokens, every, marked, counts, num_experts, marked_stride)
