@@ -121,7 +121,7 @@ def norm_and_route(
         norm.weight,
         norm.total,
         normed,
-        *(inputs or (None, None)),
+        *(inputs[:2] if inputs else (None, None)),
         weights.weight,
         weights.bias,
         weights.correction,
@@ -308,7 +308,7 @@ def _norm_row(
     if rounded is not None:
         result = result.to(tl.float32)
         store_rounded(
-            result, rounded, input_scales, input_scale_stride, place, 0, size, GROUP, ROUNDING
+            result, rounded, input_scales, input_scale_stride, place, 0, size, size, GROUP, ROUNDING
         )
 
 
