@@ -1178,7 +1178,8 @@ def test_mxfp4_experts_that_norm_and_route_on_hopper(
     assert experts.routes_inputs(1, given.router, config)
     wanted, stream = mixed_by_reference(given, weights, Epilogue.CLAMPED_SWIGLU)
     got = experts.apply_unrouted(given)
-    assert (total(got) - wanted).norm() < 3e-3 * wanted.norm()
+    # If normed inputs were rounded to bfloat16, it would be 5e-3 to 1e-2.
+    assert (total(got) - wanted).norm() < 4e-3 * wanted.norm()
     assert given.norm.total is not None
     assert torch.equal(given.norm.total, stream)
     bad = given.norm.x.clone()
