@@ -581,7 +581,7 @@ def _decode_kernel(
                 HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             slot = new_block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
-            # MaybeRounded to as it is cached: the result is that of any later query.
+            # Attended to as it is cached: the result is that of any later query.
             new_key = stored(new_key, key_inverse)
             new_value = stored(v_new, value_inverse)
             places = tl.zeros_like(row)[:, None] + dim[None, :]

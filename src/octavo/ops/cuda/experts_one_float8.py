@@ -37,16 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
-from octavo.ops.cuda.experts_one_mx import (
-    _empty_other,
-    _expert_of,
-    _following,
-    _own_buffer,
-    _Source,
-    _store_words,
-    _take_ticket,
-    _told_ticket,
-)
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,
@@ -54,6 +44,17 @@ from octavo.ops.cuda.linear_hopper import (
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
+from octavo.ops.cuda.one_token import (
+    Source,
+    empty_other,
+    expert_of,
+    following,
+    own_buffer,
+    store_words,
+    take_ticket,
+    told_ticket,
+    two_buffers,
+)
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
     EMPTY,
@@ -160,15 +161,9 @@ def _exchange(
 ) -> Exchange:
     """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
     buffers take turns from one launch to the next."""
-    if device.type == "cuda":
-        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-
-    def empty(*shape: int) -> Tensor:
-        return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)
-
     tickets, counter = torch.zeros(2, 4, dtype=torch.int32, device=device)
-    logits = empty(*logit_shape(num_experts)) if num_experts else None
-    return Exchange(empty(top_k, inner // 2), tickets, counter, logits)
+    logits = two_buffers(device, *logit_shape(num_experts)) if num_experts else None
+    return Exchange(two_buffers(device, top_k, inner // 2), tickets, counter, logits)
 
 
 def mix_one_float8(
@@ -176,7 +171,7 @@ def mix_one_float8(
 ) -> Tensor:
     """See ExpertsKernel.apply_partial, of what `takes_one` says."""
     top_k = routed.ids.shape[1]
-    return _launch(_Source(x, routed.ids, routed.weights), up, down, top_k, epilogue)
+    return _launch(Source(x, routed.ids, routed.weights), up, down, top_k, epilogue)
 
 
 def norm_route_and_mix_one_float8(
@@ -184,23 +179,12 @@ def norm_route_and_mix_one_float8(
 ) -> Tensor:
     """See RoutingExpertsKernel.apply_unrouted, of what `takes_one` says."""
     norm, config = x.norm, x.config
-    source = _Source(
-        norm.x,
-        residual=norm.residual,
-        total=norm.total,
-        norm_weight=norm.weight,
-        router_weight=x.router.weight,
-        router_bias=x.router.bias,
-        num_hit=x.num_hit,
-        num_experts=config.num_experts,
-        eps=norm.eps,
-        scale=config.scale,
-    )
+    source = Source.of_norm(x)
     return _launch(source, up, down, config.top_k, epilogue, norm.offset, config.renormalised)
 
 
 def _launch(
-    source: _Source,
+    source: Source,
     up: Float8Projection,
     down: Float8Projection,
     top_k: int,
@@ -333,7 +317,7 @@ def _experts_of(
     ids, _weights, places, num_experts, _scale, choice = source
     experts = ()
     if ids is None:
-        buffer = _own_buffer(launch)
+        buffer = own_buffer(launch)
         experts = choose(choice, places, buffer, num_experts, ALL_EXPERTS, TOP_K, RENORMALISES)
     else:  # By one load: with one for each, all programs read the same line many times.
         slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -359,7 +343,7 @@ def _shares_of(source, shares, slot):
     """Of slots, a tensor; `shares` are those that are told."""
     ids, weights, _places, _num_experts, _scale, _choice = source
     if ids is None:
-        found = _expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)
+        found = expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)
     else:
         found = gl.load(weights + slot, cache_modifier=".cg")
     return found
@@ -426,14 +410,14 @@ def _fetch(
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
     while unit < num_gates:
-        expert = _expert_of(experts, unit // octets)
+        expert = expert_of(experts, unit // octets)
         row = unit % octets * _ROWS
         second_row = row + inner
         for block in range(UP_BLOCKS):
             _fetch_stage(
                 up, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[0]
             )
-            stage, phase = _following(stage, phase, STAGES)
+            stage, phase = following(stage, phase, STAGES)
         turn += 1
         unit += num_programs
         if turn >= OWN:
@@ -443,17 +427,17 @@ def _fetch(
     mbarrier.arrive(near.index(0), count=1)
     _tell_unit(ring, stage, phase, -1)
     mbarrier.arrive(ready.index(stage), count=1)
-    stage, phase = _following(stage, phase, STAGES)
+    stage, phase = following(stage, phase, STAGES)
     for unit in range(gl.program_id(0), size // (2 * _ROWS), num_programs):
         row = unit * (2 * _ROWS)
         second_row = row + _ROWS
         for slot in range(TOP_K):
-            expert = _expert_of(experts, slot)
+            expert = expert_of(experts, slot)
             for block in range(DOWN_BLOCKS):
                 _fetch_stage(
                     down, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[1]
                 )
-                stage, phase = _following(stage, phase, STAGES)
+                stage, phase = following(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -476,11 +460,11 @@ def _take_turns(
     ids, _weights, logits, num_experts, _scale, _choice = source
     if ids is None:
         prefetch_weights(norm_weight, router_weight, num_experts, size)
-    _take_ticket(tickets, launch, PDL)
+    take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    number, buffer = _told_ticket(launch)
-    _empty_other(places, buffer, TOP_K * (inner // 2))
+    number, buffer = told_ticket(launch)
+    empty_other(places, buffer, TOP_K * (inner // 2))
     if ids is None:
         empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
         if number == 0:
@@ -559,7 +543,7 @@ def _give_x(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ids is None:
-        expert, buffer = _told_ticket(launch)
+        expert, buffer = told_ticket(launch)
         weights = load_weights(
             norm_weight,
             router_weight,
@@ -632,7 +616,7 @@ def _take_in(
     tiles, scales = inputs
     in_batch = gl.arange(0, _BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     num_words = inner // 2
-    places = places + _own_buffer(launch) * (TOP_K * num_words)
+    places = places + own_buffer(launch) * (TOP_K * num_words)
     shares = _told_shares(source, TOP_K, RENORMALISES)
     mbarrier.wait(near.index(0), 0)
     for batch in range(BATCHES):
@@ -680,7 +664,7 @@ def _multiply_stages(
         place += _SCALES // 8
         factors += (x_scale * _scale(numbers.index(place), like, SCALE_ROWS),)  # type: ignore[assignment]
         used += (stage,)  # type: ignore[assignment]
-        stage, phase = _following(stage, phase, STAGES)
+        stage, phase = following(stage, phase, STAGES)
     products = warpgroup_mma_wait(0, deps=products)
     _barrier()
     for i in gl.static_range(COUNT):
@@ -738,7 +722,7 @@ def _announce(result, places):
     """Store 8 gates to their places."""
     bits = result.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     first, second = gl.split(bits.reshape([_ROWS // 2, 2]))
-    _store_words(first | (second << 16), places)
+    store_words(first | (second << 16), places)
 
 
 @gluon.jit
@@ -786,7 +770,7 @@ def _multiply(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(given.index(0), 0)
-    places = places + _own_buffer(launch) * (TOP_K * (inner // 2))
+    places = places + own_buffer(launch) * (TOP_K * (inner // 2))
     unit = _told_unit(ring, stage, phase)
     while unit >= 0:
         gates = _no_sums()
@@ -802,7 +786,7 @@ def _multiply(
         unit = _told_unit(ring, stage, phase)
     _barrier()
     mbarrier.arrive(free.index(stage), count=1)
-    stage, phase = _following(stage, phase, STAGES)
+    stage, phase = following(stage, phase, STAGES)
     for unit in range(gl.program_id(0), size // (2 * _ROWS), gl.num_programs(0)):
         sums = _no_sums()
         second_sums = _no_sums()

@@ -58,6 +58,17 @@ from octavo.ops.cuda.linear_hopper import (
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
+from octavo.ops.cuda.one_token import (
+    Source,
+    empty_other,
+    expert_of,
+    following,
+    own_buffer,
+    store_words,
+    take_ticket,
+    told_ticket,
+    two_buffers,
+)
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
     EMPTY,
@@ -107,59 +118,25 @@ def _exchange(
 ) -> Exchange:
     """For one stream, and launches with as many programs, which all route, or none (num_experts 0):
     buffers take turns from one launch to the next."""
-    if device.type == "cuda":
-        assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-
-    def empty(*shape: int) -> Tensor:
-        return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)
-
     tickets = torch.zeros(1, dtype=torch.int32, device=device)
-    logits = empty(*logit_shape(num_experts)) if num_experts else None
-    return Exchange(empty(top_k, blocks * BLOCK // 2), tickets, logits)
-
-
-class _Source(NamedTuple):
-    """Where inputs and experts come from: the kernel's first arguments."""
-
-    x: Tensor
-    ids: Tensor | None = None
-    shares: Tensor | None = None
-    residual: Tensor | None = None
-    total: Tensor | None = None
-    norm_weight: Tensor | None = None
-    router_weight: Tensor | None = None
-    router_bias: Tensor | None = None
-    num_hit: Tensor | None = None
-    num_experts: int = 0
-    eps: float = 0.0
-    scale: float = 0.0
+    logits = two_buffers(device, *logit_shape(num_experts)) if num_experts else None
+    return Exchange(two_buffers(device, top_k, blocks * BLOCK // 2), tickets, logits)
 
 
 def mix_one_mx(x: Tensor, routed: Routed, up: ExpertProjection, down: ExpertProjection) -> Tensor:
     """See ExpertsKernel.apply_partial, of bfloat16 x [1, size]."""
-    return _launch(_Source(x, routed.ids, routed.weights), up, down, routed.ids.shape[1])
+    return _launch(Source(x, routed.ids, routed.weights), up, down, routed.ids.shape[1])
 
 
 def norm_route_and_mix_one_mx(x: Unrouted, up: ExpertProjection, down: ExpertProjection) -> Tensor:
     """See RoutingExpertsKernel.apply_unrouted, of one token in bfloat16."""
-    norm, config = x.norm, x.config
-    source = _Source(
-        norm.x,
-        residual=norm.residual,
-        total=norm.total,
-        norm_weight=norm.weight,
-        router_weight=x.router.weight,
-        router_bias=x.router.bias,
-        num_hit=x.num_hit,
-        num_experts=config.num_experts,
-        eps=norm.eps,
-        scale=config.scale,
+    return _launch(
+        Source.of_norm(x), up, down, x.config.top_k, x.norm.offset, x.config.renormalised
     )
-    return _launch(source, up, down, config.top_k, norm.offset, config.renormalised)
 
 
 def _launch(
-    source: _Source,
+    source: Source,
     up: ExpertProjection,
     down: ExpertProjection,
     top_k: int,
@@ -240,7 +217,7 @@ def _chosen(
             experts += (gl.load(ids + i, cache_modifier=".cg"),)  # type: ignore[assignment]
     elif CHOOSES:
         experts = choose(
-            choice, places, _own_buffer(launch), num_experts, ALL_EXPERTS, TOP_K, RENORMALISES
+            choice, places, own_buffer(launch), num_experts, ALL_EXPERTS, TOP_K, RENORMALISES
         )
     else:
         experts = told(choice, TOP_K)
@@ -264,15 +241,6 @@ def _keep_shares(source, own_shares, TOP_K: gl.constexpr, RENORMALISES: gl.const
 
 
 @gluon.jit
-def _expert_of(experts, slot):
-    """The expert of a slot, of the experts of all."""
-    expert = experts[0]
-    for i in gl.static_range(1, len(experts)):
-        expert = gl.where(slot == i, experts[i], expert)
-    return expert
-
-
-@gluon.jit
 def _units_of(down_octets, TOP_K: gl.constexpr, TEAM: gl.constexpr):
     """A team's first unit of gates, and how far they are from each other; and the same of its down
     projections, before that where they end. All of them are of one slot, so that gates are taken in
@@ -288,13 +256,6 @@ def _units_of(down_octets, TOP_K: gl.constexpr, TEAM: gl.constexpr):
     )
     end = gl.minimum(slot + 1, TOP_K) * down_octets
     return team, num_teams, first, end, each
-
-
-@gluon.jit
-def _following(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and how often it was used before, modulo 2."""
-    is_last = stage == STAGES - 1
-    return gl.where(is_last, 0, stage + 1), gl.where(is_last, 1 - phase, phase)
 
 
 @gluon.jit
@@ -322,7 +283,7 @@ def _fetch_units(
     WARPS: gl.constexpr = words.block_type.shape[1]
     BYTES: gl.constexpr = words.block_type.nbytes + shifts.block_type.nbytes
     for unit in range(first, end, step):
-        tile = _expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
+        tile = expert_of(experts, slot) * num_tiles + octet // _TILE_OCTETS
         octet = octet % _TILE_OCTETS
         for begin in gl.static_range(0, ROUNDS, SLOTS):
             mbarrier.wait(free.index(stage), 1 - phase)
@@ -333,7 +294,7 @@ def _fetch_units(
                 block = (begin + i) * WARPS
                 _fetch_tile(words, [tile, block, octet * _ROWS, 0], bar, tiles.index(place))
                 _fetch_tile(shifts, [tile, block, octet // 2, 0], bar, shift_tiles.index(place))
-            stage, phase = _following(stage, phase, STAGES)
+            stage, phase = following(stage, phase, STAGES)
         slot = (unit + step) // octets
         octet = (unit + step) % octets
     return stage, phase
@@ -425,7 +386,7 @@ def _multiply_unit(
             acc = warpgroup_mma_wait(0, deps=[acc])
             _barrier()
             mbarrier.arrive(free.index(stage), count=1)
-            stage, phase = _following(stage, phase, STAGES)
+            stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(ready.index(stage), phase)
         for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
             words = tiles.index(stage * SLOTS + i).load(LOADED).reshape([WARPS, 8, 2, 16])
@@ -510,15 +471,15 @@ def _multiply(
     for unit in range(first, num_gates, step):
         is_second = unit % up_octets % 2 == 1
         if unit + step >= num_gates:  # Gates are asked for one unit ahead.
-            own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
+            own_places = places + (own_buffer(launch) * TOP_K + slot) * words_each
             found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
         sums, stage, phase = _multiply_unit(
             ring, stage, phase, x_tiles, is_second, SUMS, UP_ROUNDS, SLOTS
         )
         _leave(sums, _by_warp(scale, sums), board, free, stage, turn)
-        stage, phase = _following(stage, phase, STAGES)
+        stage, phase = following(stage, phase, STAGES)
         turn += 1
-    own_places = places + (_own_buffer(launch) * TOP_K + slot) * words_each
+    own_places = places + (own_buffer(launch) * TOP_K + slot) * words_each
     while _lowest(found) == EMPTY:
         found = _load_gates(own_places, inner, DOWN_ROUNDS, BOUNDED)
     if BOUNDED:
@@ -535,7 +496,7 @@ def _multiply(
         )
         own_scale = 1.0 / _BOUNDED if BOUNDED else _by_warp(down_scale, sums)
         _leave(sums, own_scale, board, free, stage, turn)
-        stage, phase = _following(stage, phase, STAGES)
+        stage, phase = following(stage, phase, STAGES)
         turn += 1
 
 
@@ -571,7 +532,7 @@ def _prepare_inputs(
         if PDL:
             tl.extra.cuda.gdc_wait()
         own_router = router if TEAM == 0 else None
-        expert, buffer = _told_ticket(launch)
+        expert, buffer = told_ticket(launch)
         weights = load_weights(
             norm_weight, own_router, bias, expert, num_experts, size, ROUNDS, WARPS, _BLOCK, BY
         )
@@ -688,7 +649,7 @@ def _load_rows(source, unit, octets, num_rows, num_first, LAYOUT: gl.constexpr):
     """
     factors, bias, experts = source
     unit = gl.minimum(unit, len(experts) * octets - 1)
-    expert = _expert_of(experts, unit // octets)
+    expert = expert_of(experts, unit // octets)
     rows = unit % octets * _ROWS + gl.arange(0, _ROWS, layout=LAYOUT)
     own = expert.to(gl.int64) * num_rows + gl.minimum(rows, num_rows - 1)
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + rows, num_rows - 1)
@@ -724,48 +685,6 @@ def _added(board, turn):
 
 
 @gluon.jit
-def _take_ticket(tickets, launch, PDL: gl.constexpr):
-    """Find out which of both buffers the launch uses, and how many of its programs were before this
-    one, and tell it to the other partitions.
-
-    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
-    launch of this one may take tickets, when all programs have theirs.
-    """
-    numbers, is_told = launch
-    all_programs = 2 * gl.num_programs(0)
-    ticket = _add(tickets, 1)
-    if ticket == all_programs - 1:  # All programs of both launches have theirs.
-        # The largest is the ticket: it is waited for, that is, until the counter is 0.
-        ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
-    if PDL and ticket >= 0:  # always: it is waited for
-        tl.extra.cuda.gdc_launch_dependents()
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
-    _barrier()
-    mbarrier.arrive(is_told.index(0), count=1)
-
-
-@gluon.jit
-def _add(counter, value):
-    """Add to a number in memory, by one lane of a single warp; what it was before."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    none = gl.zeros_like(lanes)
-    first = lanes == 0
-    before = gl.atomic_add(counter + none, none + value, mask=first, sem="relaxed", scope="gpu")
-    return gl.sum(gl.where(first, before, 0), 0)
-
-
-@gluon.jit
-def _empty_other(places, own, words_all):
-    """Make all places EMPTY of the buffer that the launch does not use."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    empty = gl.zeros_like(lanes) + EMPTY
-    others = places + (1 - own) * words_all
-    for start in range(gl.program_id(0) * 32, words_all, gl.num_programs(0) * 32):
-        gl.store(others + start + lanes, empty, mask=start + lanes < words_all)
-
-
-@gluon.jit
 def _announce(result, places, row, BOUNDED: gl.constexpr):
     """Store 8 gates of a slot, from `row` on, to its places."""
     # A thread has all numbers of a word.
@@ -773,12 +692,12 @@ def _announce(result, places, row, BOUNDED: gl.constexpr):
     if BOUNDED:
         high, low = _in_two(result * _BOUNDED)
         own = places + row // _BLOCK * (_BLOCK // 2) + row % _BLOCK // 4
-        _store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
-        _store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
+        store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
+        store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
     else:
         bits = gl.convert_layout(result, WIDE).to(gl.bfloat16).to(gl.int16, bitcast=True)
         first, second = gl.split((bits.to(gl.int32) & 0xFFFF).reshape([_ROWS // 2, 2]))
-        _store_words(first | (second << 16), places + row // 2)
+        store_words(first | (second << 16), places + row // 2)
 
 
 @gluon.jit
@@ -791,36 +710,12 @@ def _words_of_octets(values):
 
 
 @gluon.jit
-def _store_words(words, places):
-    words = gl.where(words == EMPTY, 0, words)
-    gl.store(places + gl.arange(0, words.shape[0], layout=words.type.layout), words)
-
-
-@gluon.jit
-def _told_ticket(launch):
-    """What `_take_ticket` has found, once it is told: the program's number, and the buffer's."""
-    numbers, is_told = launch
-    mbarrier.wait(is_told.index(0), 0)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ticket = gl.max(numbers.load(ONE), 0)
-    buffer = (ticket >= gl.num_programs(0)).to(gl.int32)
-    return ticket - buffer * gl.num_programs(0), buffer
-
-
-@gluon.jit
-def _own_buffer(launch):
-    """Which of both buffers the launch uses."""
-    _number, buffer = _told_ticket(launch)
-    return buffer
-
-
-@gluon.jit
 def _fetch_rows(factors, bias, experts, first, step, octets, num_rows, num_first):
     """Have factors and biases of the first 32 of some units on their way to the L2 cache."""
     unit = first + step * gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     unit = gl.minimum(unit, len(experts) * octets - 1)
     row = unit % octets * _ROWS
-    expert = _expert_of(experts, unit // octets + gl.zeros_like(unit))
+    expert = expert_of(experts, unit // octets + gl.zeros_like(unit))
     own = expert.to(gl.int64) * num_rows + row
     second = expert.to(gl.int64) * num_rows + gl.minimum(num_first + row, num_rows - 1)
     prefetch(factors + own)
@@ -865,12 +760,12 @@ def _finish(
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     ids, _weights, logits, num_experts, _scale, _choice = source
     if TEAM == 0:
-        _take_ticket(tickets, launch, PDL)
+        take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    number, buffer = _told_ticket(launch)
+    number, buffer = told_ticket(launch)
     if TEAM == 0:
-        _empty_other(places, buffer, TOP_K * words_each)
+        empty_other(places, buffer, TOP_K * words_each)
         if ids is None:
             empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
             if number == 0:
