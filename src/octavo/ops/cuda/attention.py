@@ -302,52 +302,21 @@ class TritonBackend:
         value: Tensor,
         rotary: RotaryTable | None = None,
         head_norms: tuple[HeadNorm, HeadNorm] | None = None,
-    ) -> Tensor:
-        output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
-        self._attend(layer_id, query, key, value, _changes(rotary, head_norms), output)
-        return output
-
-    def rounds(self, layer_id: int, rounding: Rounding) -> bool:
-        """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
-        share a scale."""
-        shape = self._layers[layer_id].shape
-        if rounding is Rounding.NONE or shape not in self._decodes or shape in self._prefills:
-            return False
-        return can_round(rounding, self._decodes[shape][1], shape.group, shape.head_dim)
-
-    def forward_rounded(
-        self,
-        layer_id: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: RotaryTable | None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None,
-        rounding: Rounding,
-    ) -> RoundedInputs:
-        size = query.shape[1] * query.shape[2]
-        output = empty_inputs(len(query), size, rounding, query.device)
-        changes = _changes(rotary, head_norms)
-        self._attend(layer_id, query, key, value, changes, output, rounding)
-        return output
-
-    def _attend(
-        self,
-        layer_id: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        changes: HeadChanges,
-        output: Tensor | RoundedInputs,
+        rounded: RoundedInputs | None = None,
         rounding: Rounding = Rounding.NONE,
-    ) -> None:
-        """Write keys and values, attend, and write the results.
+    ) -> Tensor:
+        """See AttentionBackend.forward.
 
-        output: with a rounding, for results that are rounded so.
+        rounded: where results go that are rounded so; then its values are returned.
         """
         layer = self._layers[layer_id]
         spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
         _check(self._dtype, query, key, value)
+        changes = _changes(rotary, head_norms)
+        if rounded is None:
+            output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+        else:
+            output = rounded.values
         if key.stride(0) != value.stride(0):  # the kernels have one stride for both
             key, value = key.contiguous(), value.contiguous()
         if shape in self._cascades:
@@ -374,7 +343,7 @@ class TritonBackend:
                 table,
                 decodes,
                 self._scratch,
-                output,
+                output if rounded is None else rounded,
                 changes,
                 layer.scores,
                 spec.window,
@@ -384,7 +353,7 @@ class TritonBackend:
             )
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
-            assert isinstance(output, Tensor)
+            assert rounded is None, "`rounds` says so of decodes alone"
             query = write_kv(query, key, value, self._tokens, table, cache, changes, spec.kv_scales)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
@@ -398,6 +367,30 @@ class TritonBackend:
                 prefill,
                 kv_scales=spec.kv_scales,
             )
+        return output
+
+    def rounds(self, layer_id: int, rounding: Rounding) -> bool:
+        """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
+        share a scale."""
+        shape = self._layers[layer_id].shape
+        if rounding is Rounding.NONE or shape not in self._decodes or shape in self._prefills:
+            return False
+        return can_round(rounding, self._decodes[shape][1], shape.group, shape.head_dim)
+
+    def forward_rounded(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None,
+        rounding: Rounding,
+    ) -> RoundedInputs:
+        size = query.shape[1] * query.shape[2]
+        rounded = empty_inputs(len(query), size, rounding, query.device)
+        self.forward(layer_id, query, key, value, rotary, head_norms, rounded, rounding)
+        return rounded
 
     def plan_encoded(self, inputs: EncodedInputs) -> None:
         tokens = np.empty((len(inputs.positions), 2), np.int32)
