@@ -87,6 +87,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.base import KVScales
+from octavo.ops.cuda.announcing import EMPTY, announced
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     capped_scores,
@@ -127,7 +128,6 @@ _MOST_COLLECTING = 8  # programs that share the results of a sequence and KV hea
 _MOST_AT_ONCE = 16  # splits whose results a thread loads at once
 _COLLECTED = 64  # elements that it then holds, at most
 _ROOMY = 8 * _MOST_COLLECTING  # SMs: more than programs of 8 pairs that wait for later ones
-EMPTY = tl.constexpr(-2147483648)  # minus zero, which no program leaves
 _SMS = 132  # of the GPU that the configurations were measured on
 
 
@@ -262,15 +262,8 @@ def leave_result(means, sizes, place, inside, top, total, acc, HEAD_DIM: tl.cons
     # One number says how much the mean counts; that of no keys counts nothing.
     size = tl.where(is_empty, LOWEST, top + tl.log2(total))
     elements = means + place.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(elements, _announced(mean), mask=inside[:, None] & (dim < HEAD_DIM)[None, :])
-    tl.store(sizes + place, _announced(size), mask=inside)
-
-
-@triton.jit
-def _announced(x):
-    """The bits of x; zero instead of minus zero, which is EMPTY."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits == EMPTY, 0, bits)
+    tl.store(elements, announced(mean), mask=inside[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(sizes + place, announced(size), mask=inside)
 
 
 @triton.jit

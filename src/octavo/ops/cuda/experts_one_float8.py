@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
@@ -57,7 +58,6 @@ from octavo.ops.cuda.one_token import (
 )
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
-    EMPTY,
     _load_row,
     announce_logit,
     choose,

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.expert_tables import (
     _LOW,
     ROWS,
@@ -71,7 +72,6 @@ from octavo.ops.cuda.one_token import (
 )
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
-    EMPTY,
     announce_logit,
     choose,
     empty_logits,

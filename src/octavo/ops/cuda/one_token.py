@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.linear_hopper import _barrier
-from octavo.ops.cuda.routing_in_kernel import EMPTY
 from octavo.ops.experts import Unrouted
 
 

@@ -49,13 +49,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.linear_hopper import _barrier, prefetch
 from octavo.ops.cuda.routing import LOWEST_KEY, NAN_KEY
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import RouterWeights
 from octavo.routing import RoutingConfig, Scoring
 
-EMPTY = tl.constexpr(-2147483648)  # minus zero
 _LINE = tl.constexpr(64)  # elements of 16 bits in a line of the L2 cache
 _COPIES = tl.constexpr(4)  # of each logit, so that not all programs read the same line
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cuda.announcing import EMPTY, announced
 from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_rounded
 from octavo.ops.cuda.routing import (
@@ -42,7 +43,6 @@ from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import Rounding
 from octavo.routing import RoutingConfig, Scoring
 
-EMPTY = tl.constexpr(-2147483648)  # minus zero, which no program leaves
 LEAST_TOKENS, MOST_TOKENS = 4, 8  # with fewer or more, two kernels take less time
 MOST_EXPERTS = 128  # whose logits of a token a warp compares
 # Inputs of a program that makes logits. Its weights are on their way while the kernel before runs,
@@ -163,13 +163,6 @@ def norm_and_route(
 
 
 @triton.jit
-def _filled(x):
-    """The bits of x; zero instead of minus zero, which is EMPTY."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits == EMPTY, 0, bits)
-
-
-@triton.jit
 def _sum_of(
     x,
     residual,
@@ -250,7 +243,7 @@ def _leave_logits(
     result = _multiplied(piece, values, result, IEEE)
     places = (split * num_tokens + tokens)[None, :] * num_experts + experts[:, None]
     is_stored = (experts < num_experts)[:, None] & is_token[None, :]
-    tl.store(board + places, _filled(result), mask=is_stored)
+    tl.store(board + places, announced(result), mask=is_stored)
 
 
 @triton.jit
@@ -298,7 +291,7 @@ def _norm_row(
     exact = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
     experts = tl.arange(0, _ALL_EXPERTS)
-    bits = tl.zeros([_ALL_EXPERTS], tl.int32) + _filled(factor)
+    bits = tl.zeros([_ALL_EXPERTS], tl.int32) + announced(factor)
     tl.store(factors + row * num_experts + experts, bits, mask=experts < num_experts)
     places = place * size + columns
     if total is not None:
