@@ -146,8 +146,10 @@ def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
+    from octavo.ops.cuda.float12 import pack_float12
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
+    from octavo.ops.cuda.linear_ring_float12 import Float12Ring, linear_ring_float12
     from octavo.ops.cuda.linear_table import choose_tiles
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.norm import DeferredNorm
@@ -157,6 +159,7 @@ def projections() -> None:
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
     row, scale = x[:1], torch.zeros(4096)
+    stored, own_ring = pack_float12(weight), Float12Ring(8, 8, 4, 150)
     norms = (
         DeferredNorm(row, x[0], 1e-5, 0.0),
         DeferredNorm(row, scale, 1e-5, 1.0, row, x[1:2], scale),
@@ -168,7 +171,10 @@ def projections() -> None:
         for norm in norms if with_all else ():
             linear_one(norm, weight, None, epilogue)
             linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4, 150), 132)
+            linear_ring_float12(norm, stored, bias, epilogue, own_ring, 132)
         linear_ring(row, weight, None, epilogue, Ring(4, 16, 4, 150), 132)
+        for rows in (8, 4):
+            linear_ring_float12(row, stored, None, epilogue, Float12Ring(rows, 16, 4, 150), 132)
         out = x.new_empty((16, 64 if epilogue.is_gated else 128))
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
         assert tiles is not None

@@ -91,7 +91,7 @@ class Float12Ring:
 
 # Bytes, and bytes of gates and ups, which are on their way during attention: as of linear_ring.py.
 _MEMORY, _GATED_MEMORY = 94 << 10, 103 << 10
-_MOST_STAGES = 15
+_MOST_STAGES = 13
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
 _TILES = ((8, 8), (4, 16))  # rows and pieces
 
