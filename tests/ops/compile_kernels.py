@@ -145,6 +145,7 @@ def norms() -> None:
 def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
+    from octavo.ops.cuda import linear_hopper_float12
     from octavo.ops.cuda.activation import apply_gate, soft_cap
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
@@ -155,7 +156,8 @@ def projections() -> None:
     x, weight = torch.zeros(16, 4096), torch.zeros(128, 4096)
     x, weight, bias = x.bfloat16(), weight.bfloat16(), torch.zeros(128).bfloat16()
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
-    cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
+    for module in (cuda_linear, linear_hopper_float12):
+        module._workspace = lambda device: workspace  # type: ignore[assignment]
     row, scale = x[:1], torch.zeros(4096)
     norms = (
         DeferredNorm(row, x[0], 1e-5, 0.0),
@@ -177,6 +179,27 @@ def projections() -> None:
         if epilogue.is_gated:
             apply_gate(x, epilogue)
     soft_cap(x, 30.0)
+    few_float12()
+
+
+def few_float12() -> None:
+    """Few tokens times 12 bits, with tiles of each kind."""
+    from octavo.ops.cuda.float12 import pack_float12
+    from octavo.ops.cuda.linear_hopper_float12 import Float12Tiles, linear_few_float12
+    from octavo.ops.epilogue import Epilogue
+
+    weight = pack_float12(torch.zeros(256, 1024, dtype=torch.bfloat16))
+    for tiles, epilogue, is_partial in (
+        (Float12Tiles(8, 2, 4, per_sm=2, early=True), Epilogue.SILU_MUL, False),
+        (Float12Tiles(16, 1, 4, height=2, splits=2), Epilogue.NONE, False),
+        (Float12Tiles(32, 1, 4, fold=2, splits=2), Epilogue.NONE, True),
+        (Float12Tiles(64, 1, 3, blocks=1, height=4, per_sm=2), Epilogue.NONE, False),
+    ):
+        x = torch.zeros(tiles.tokens, 1024, dtype=torch.bfloat16)
+        out = x.new_zeros(len(x), 128 if epilogue.is_gated else 256)
+        if is_partial:
+            out = torch.zeros(tiles.splits, *out.shape)
+        linear_few_float12(x, weight, None, out, epilogue, tiles, is_partial)
 
 
 def quantized_projections() -> None:

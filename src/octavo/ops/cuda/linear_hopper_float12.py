@@ -243,20 +243,24 @@ def _left(buffers, place, LAYOUT: gl.constexpr):
     WARPGROUPS: gl.constexpr = gl.num_warps() // 4
     PIECES: gl.constexpr = _PIECES * WARPGROUPS
     # Each warp has two neighbouring pieces, of which each thread has its words.
-    GROUPS: gl.constexpr = (
-        [] if WARPGROUPS == 1 else [[8, 0]] if WARPGROUPS == 2 else [[8, 0], [16, 0]]
+    WARPS: gl.constexpr = (
+        [[2, 0], [4, 0]]
+        if WARPGROUPS == 1
+        else [[2, 0], [4, 0], [8, 0]]
+        if WARPGROUPS == 2
+        else [[2, 0], [4, 0], [8, 0], [16, 0]]
     )
     OF_SIGNS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [1, 0]],
         [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
-        [[2, 0], [4, 0]] + GROUPS,
+        WARPS,
         [],
         [PIECES, _SIGNS],
     )
     OF_EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [1, 0]],
         [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
-        [[2, 0], [4, 0]] + GROUPS,
+        WARPS,
         [],
         [PIECES, _EXPONENTS],
     )
