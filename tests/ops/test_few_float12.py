@@ -11,6 +11,7 @@ from octavo.ops.cuda import linear_hopper_float12
 from octavo.ops.cuda.float12 import pack_float12, unpack_float12
 from octavo.ops.cuda.linear_hopper_float12 import (
     Float12Tiles,
+    choose_float12_tiles,
     linear_few_float12,
 )
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -76,3 +77,51 @@ def test_few_tokens(
                 assert relative(out.sum(dim=0), wanted) < 1e-6
             else:
                 assert relative(out, wanted) < 3e-3  # of results in bfloat16
+
+
+SHAPES = [
+    (5120, 2880, Epilogue.NONE),  # gpt-oss-20b
+    (2880, 4096, Epilogue.NONE),
+    (201088, 2880, Epilogue.NONE),
+    (5120, 2048, Epilogue.NONE),  # Qwen3-30B-A3B
+    (2048, 4096, Epilogue.NONE),
+    (151936, 2048, Epilogue.NONE),
+    (6144, 4096, Epilogue.NONE),  # Llama 3 8B
+    (4096, 4096, Epilogue.NONE),
+    (28672, 4096, Epilogue.SILU_MUL),
+    (4096, 14336, Epilogue.NONE),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "size", "epilogue"), [*SHAPES, (64, 64, Epilogue.NONE)])
+def test_tiles_fit(num_rows: int, size: int, epilogue: Epilogue) -> None:
+    results = num_rows // 2 if epilogue.is_gated else num_rows
+    for num_tokens in (2, 8, 9, 32, 33, 64):
+        tiles = choose_float12_tiles(num_tokens, results, size, epilogue)
+        assert tiles is not None
+        assert num_tokens <= tiles.tokens < 2 * max(num_tokens, 8)
+        words = tiles.warpgroups * tiles.height * 8 * 768
+        stage = tiles.blocks * (words + tiles.fold * tiles.tokens * 128)
+        assert tiles.per_sm * tiles.stages * stage <= 227 << 10
+    assert choose_float12_tiles(65, results, size, epilogue) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [2, 8, 13, 32, 64])
+@pytest.mark.parametrize(("num_rows", "size", "epilogue"), SHAPES)
+def test_few_tokens_of_models(
+    num_rows: int, size: int, epilogue: Epilogue, num_tokens: int
+) -> None:
+    device = torch.device("cuda")
+    weight = pack_float12(random(num_rows, size, device=device) * size**-0.5)
+    x = random(num_tokens, size, device=device)
+    y = x.float() @ unpack_float12(weight, torch.float32).t()
+    wanted = apply_epilogue(y, epilogue)
+    tiles = choose_float12_tiles(num_tokens, wanted.shape[1], size, epilogue)
+    assert tiles is not None
+    outs = [torch.empty_like(wanted, dtype=x.dtype) for _ in range(2)]
+    for out in outs:
+        linear_few_float12(x, weight, None, out, epilogue, tiles, is_partial=False)
+    assert torch.equal(*outs)
+    assert relative(outs[0], wanted) < 3e-3  # of results in bfloat16

@@ -13,7 +13,7 @@ inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -34,6 +34,10 @@ from octavo.ops.cuda.linear_hopper_quantized import finish_splits, tiles_of_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue
 
+_MOST_TOKENS = 64
+_NUM_SMS = 132
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_MANY_ROWS = 4 * 64 * _NUM_SMS  # so many keep all SMs busy to the end, as those of a vocabulary
 _REGISTERS = 65536  # per SM
 _MOST_REGISTERS = 255  # of a thread
 _SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
@@ -65,6 +69,45 @@ class Float12Tiles:
     def tile_rows(self) -> int:
         """Rows of W in a tile; of a gated W, gates and what they gate."""
         return PIECE_ROWS * _TILE_PIECES * self.warpgroups // self.fold
+
+
+def choose_float12_tiles(
+    num_tokens: int, num_rows: int, size: int, epilogue: Epilogue
+) -> Float12Tiles | None:
+    """The tiles of a product; None: with so many tokens the kernel has none.
+
+    Args:
+        num_rows: results per token; W has twice as many rows if the epilogue is gated.
+        size: columns of W, a multiple of 64.
+    """
+    if num_tokens > _MOST_TOKENS:
+        return None
+    tokens = max(8, triton.next_power_of_2(num_tokens))
+    if epilogue.is_gated:
+        return _fitting_tiles(Float12Tiles(tokens, 2, 0, per_sm=2, early=True), size)
+    if num_rows > _MANY_ROWS:
+        # A program reads x for all of its rows: the more tokens, the more rows it should have.
+        if tokens < _MOST_TOKENS:
+            many = Float12Tiles(tokens, 1, 0, height=2, per_sm=2, early=True)
+        else:
+            many = Float12Tiles(tokens, 1, 0, blocks=1, height=4, per_sm=2, early=True)
+        return _fitting_tiles(many, size)
+    num_tiles = triton.cdiv(num_rows, 64)
+    splits = max(1, min(4, _NUM_SMS // num_tiles, size // 512))
+    per_sm = 1 if num_tiles * splits <= _NUM_SMS else 2
+    few = Float12Tiles(tokens, 1, 0, splits=splits, per_sm=per_sm, early=per_sm > 1)
+    if splits == 1 and num_tiles <= _NUM_SMS:
+        few = replace(few, blocks=1, fold=2, per_sm=2, early=True)
+    return _fitting_tiles(few, size)
+
+
+def _fitting_tiles(tiles: Float12Tiles, size: int) -> Float12Tiles:
+    """With as many stages as are of use and fit in shared memory."""
+    words = 4 * PIECE_WORDS * _TILE_PIECES * tiles.warpgroups * tiles.height
+    inputs = 2 * PIECE_INPUTS * tiles.tokens * tiles.fold
+    most = _SHARED_MEMORY // tiles.per_sm // (tiles.blocks * (words + inputs))
+    steps = triton.cdiv(size, PIECE_INPUTS * tiles.fold * tiles.blocks * tiles.splits)
+    return replace(tiles, stages=max(2, min(16, most, steps)))
 
 
 def linear_few_float12(
@@ -278,12 +321,9 @@ def _left(buffers, place, LAYOUT: gl.constexpr):
         is_pure=True,
         pack=2,
     )
-    halves = ()
-    for i in gl.static_range(2):
-        first = gl.join(parts[4 * i], parts[4 * i + 1])
-        second = gl.join(parts[4 * i + 2], parts[4 * i + 3])
-        halves += (gl.join(first, second),)  # type: ignore[assignment]
-    values = gl.join(halves[0], halves[1])
+    first = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+    second = gl.join(gl.join(parts[4], parts[5]), gl.join(parts[6], parts[7]))
+    values = gl.join(first, second)
     # Row and column of the thread, place in the register; octet, step, half.
     values = values.reshape([PIECES, 8, 4, 2, 2, 2, 2]).permute((0, 1, 6, 5, 4, 2, 3))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
