@@ -486,6 +486,9 @@ def _assembly(
             result = sources[0] >> sources[1]
         elif operation == "shl.b32":
             result = (sources[0] << sources[1]) & 0xFFFFFFFF
+        elif operation == "shf.l.wrap.b32":
+            shift = sources[2] & 31
+            result = ((sources[1] << shift) & 0xFFFFFFFF) | (sources[0] >> (32 - shift))
         elif operation == "and.b32":
             result = sources[0] & sources[1]
         elif operation == "mad.lo.u32":

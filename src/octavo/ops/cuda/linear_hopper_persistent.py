@@ -34,18 +34,24 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     joined_tiles,
     line_of,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
+from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_ROWS, PIECE_WORDS, UNIT
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, FLOAT12, INT4, INT8
 
 HALF = BLOCK // 2  # inputs that are converted at once
 PIECE = 8  # rows of gates that are fetched at once, and of what they gate
+SIGN_WORDS = 128  # of the words of a piece of FLOAT12, those with signs and mantissas
 
 _FLOAT8 = tl.constexpr(FLOAT8)
+_FLOAT12 = tl.constexpr(FLOAT12)
 _INT4 = tl.constexpr(INT4)
+_INT8 = tl.constexpr(INT8)
 _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _HALF = tl.constexpr(HALF)
 _PIECE = tl.constexpr(PIECE)
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
+_PIECE_WORDS = tl.constexpr(PIECE_WORDS)
+_SIGN_WORDS = tl.constexpr(SIGN_WORDS)
 _PIECE_SUMS = tl.constexpr(64 * 128)  # sums of a tile that are added at once
 _LOADED = tl.constexpr(4)  # parts of them that are on their way at once
 
@@ -78,6 +84,37 @@ def unpacking(bits: int, word: int, is_float16: bool) -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def unpacking_float12() -> str:
+    """PTX: 16 weights of float12.py without their row's scale, a pair of neighbours in each of the
+    eight results. Given are two words with signs of even steps of 16 inputs, two of odd ones, and
+    two with exponents."""
+    lines = [".reg .b32 t, e, m, x, u;"]
+    unit = (UNIT + 127) << 7
+    for name, value in (("m", MANTISSA), ("x", EXPONENT), ("u", unit << 16 | unit)):
+        lines.append(f"mov.b32 {name}, 0x{value:08X};")
+    for word in range(2):
+        exponents = f"${12 + word}"
+        for step in range(2):
+            signs = f"${8 + 2 * step + word}"
+            for i in range(2):
+                result, rotation = f"${4 * word + 2 * step + i}", 4 * (2 * step + i)
+                own = exponents
+                if rotation:
+                    lines.append(f"shf.l.wrap.b32 e, {exponents}, {exponents}, {rotation};")
+                    own = "e"
+                lines.append(f"and.b32 e, {own}, x;")
+                own = signs
+                if i:
+                    lines.append(f"shf.l.wrap.b32 t, {signs}, {signs}, 8;")
+                    own = "t"
+                lines.append(f"lop3.b32 t, {own}, m, e, 0xEA;")
+                lines.append(f"mul.rn.bf16x2 {result}, t, u;")
+    return "{" + "\n".join(lines) + "}"
+
+
+_FLOAT12_TO_BFLOAT16 = tl.constexpr(unpacking_float12())
+
+
 @gluon.jit
 def _locate(i, work):
     """Tile and block of the program's step i: first those of whole tiles, then of shared ones."""
@@ -93,33 +130,49 @@ def _locate(i, work):
 
 
 @gluon.jit
-def _fetch_weights(
-    weight, tiles, ready, i, work, sizes, GATED: gl.constexpr, IN_CHUNKS: gl.constexpr
-):
+def _fetch_weights(weight, tiles, ready, i, work, sizes, FORMAT: gl.constexpr, GATED: gl.constexpr):
     """Load W of the program's step i."""
     _, num_rows, token_tiles = sizes
     num_blocks = work[2]
     STAGES: gl.constexpr = ready.shape[0]
-    PIECES: gl.constexpr = tiles.shape[0] // STAGES
     HALVES: gl.constexpr = 2 if GATED else 1
-    ROWS: gl.constexpr = tiles.shape[1]
-    WIDTH: gl.constexpr = tiles.shape[2]
     stage = i % STAGES
     tile, block = _locate(i, work)
-    row = tile // token_tiles * (PIECES // HALVES * ROWS)
-    column = block * WIDTH
-    mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
-    for half in gl.static_range(HALVES):
-        first = row + half * num_rows
-        if IN_CHUNKS:
-            first = line_of(first, num_blocks) + block * _CHUNK_ROWS
-            column = 0
-        for j in gl.static_range(PIECES // HALVES):
-            below = j * ROWS
-            if IN_CHUNKS:
-                below = line_of(below, num_blocks)
-            place = tiles.index(stage * PIECES + HALVES * j + half)
-            _fetch_tile(weight, [first + below, column], ready.index(stage), place)
+    bar = ready.index(stage)
+    if FORMAT == _FLOAT12:
+        words, exponents = weight
+        places, exponent_places = tiles
+        LINES: gl.constexpr = places.shape[1]
+        BYTES: gl.constexpr = words.block_type.nbytes + exponents.block_type.nbytes
+        line = tile // token_tiles * LINES
+        mbarrier.expect(bar, 2 * HALVES * BYTES)
+        for side in gl.static_range(2):
+            column = (2 * block + side) * _PIECE_WORDS
+            for half in gl.static_range(HALVES):
+                k = (2 * stage + side) * HALVES + half
+                first = line + half * (num_rows // _PIECE)
+                _fetch_tile(words, [first, column], bar, places.index(k))
+                place = [first, column + _SIGN_WORDS]
+                _fetch_tile(exponents, place, bar, exponent_places.index(k))
+    else:
+        source = weight[0]
+        places = tiles[0]
+        PIECES: gl.constexpr = places.shape[0] // STAGES
+        ROWS: gl.constexpr = places.shape[1]
+        row = tile // token_tiles * (PIECES // HALVES * ROWS)
+        column = block * places.shape[2]
+        mbarrier.expect(bar, PIECES * source.block_type.nbytes)
+        for half in gl.static_range(HALVES):
+            first = row + half * num_rows
+            if FORMAT == _INT4:
+                first = line_of(first, num_blocks) + block * _CHUNK_ROWS
+                column = 0
+            for j in gl.static_range(PIECES // HALVES):
+                below = j * ROWS
+                if FORMAT == _INT4:
+                    below = line_of(below, num_blocks)
+                place = places.index(stage * PIECES + HALVES * j + half)
+                _fetch_tile(source, [first + below, column], bar, place)
 
 
 @gluon.jit
@@ -131,8 +184,8 @@ def _produce(
     work,
     sizes,
     REST: gl.constexpr,
+    FORMAT: gl.constexpr,
     GATED: gl.constexpr,
-    IN_CHUNKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free = buffers
@@ -146,7 +199,7 @@ def _produce(
     STAGES: gl.constexpr = ready.shape[0]
     count = end - begin + num_whole * num_blocks
     for i in range(gl.minimum(count, STAGES)):
-        _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
+        _fetch_weights(weight, pieces, ready, i, work, sizes, FORMAT, GATED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(count):
@@ -154,7 +207,7 @@ def _produce(
             # Where a stage holds a whole block of x, one barrier frees it and the block of W.
             done = free if HALVES == 1 else x_free
             mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
-            _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
+            _fetch_weights(weight, pieces, ready, i, work, sizes, FORMAT, GATED)
         tile, block = _locate(i, work)
         token = tile % token_tiles * (WIDE + REST)
         column = block * (2 * _HALF)
@@ -217,11 +270,59 @@ def _side_by_side(planes):
 
 
 @gluon.jit
+def _from_float12(signs, exponents, GATED: gl.constexpr, OPERAND: gl.constexpr):
+    """W without its rows' scales, [8 * pieces, HALF], the left operand of eight warps.
+
+    signs, exponents: of pieces of 8 rows, in shared memory; with a gate all of gates, and then
+        those of what they gate, which become neighbours.
+    """
+    NUM: gl.constexpr = signs.shape[0]
+    # A warp has two pieces, one below the other in its 16 rows.
+    OTHER: gl.constexpr = NUM // 2 if GATED else 1
+    NEXT: gl.constexpr = 1 if GATED else 2
+    FURTHER: gl.constexpr = [[8 * NEXT, 0]] if NUM == 32 else []
+    WARPS: gl.constexpr = [[NEXT, 0], [2 * NEXT, 0], [4 * NEXT, 0]]
+    SIGNS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [OTHER, 0]] + FURTHER,
+        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        WARPS,
+        [],
+        [NUM, 128],
+    )
+    EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [OTHER, 0]] + FURTHER,
+        [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
+        WARPS,
+        [],
+        [NUM, 64],
+    )
+    even, odd = gl.split(signs.load(SIGNS).reshape([NUM, 64, 2]))
+    even = gl.convert_layout(even, EXPONENTS, assert_trivial=True)
+    odd = gl.convert_layout(odd, EXPONENTS, assert_trivial=True)
+    pairs = gl.inline_asm_elementwise(
+        _FLOAT12_TO_BFLOAT16,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [even, odd, exponents.load(EXPONENTS)],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+    first = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))
+    second = gl.join(gl.join(pairs[4], pairs[5]), gl.join(pairs[6], pairs[7]))
+    # [pieces of gates, or of ups, or all, row, pair of inputs, input, octet, step, pair of steps]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    values = gl.join(first, second).reshape([HALVES, NUM // HALVES, 8, 4, 2, 2, 2, 2])
+    values = values.permute((1, 0, 2, 7, 6, 5, 3, 4)).reshape([8 * NUM, 64])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
 def _weights(words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
     """Half a block of W as DTYPE [rows, HALF], the left operand.
 
     Args:
-        words: of the block; FLOAT8 is still in shared memory.
+        words: of the block; FLOAT8 is still in shared memory. Of FLOAT12, those with signs and
+            those with exponents are, and are of the half.
         factors, zeros: of the block's groups; factors only with SCALE_WEIGHTS.
         half: which one.
     """
@@ -231,7 +332,9 @@ def _weights(words, factors, zeros, half: gl.constexpr, HOW: gl.constexpr):
     HAS_ZEROS: gl.constexpr = HOW[3]
     PARTS: gl.constexpr = HOW[4]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=2)
-    if FORMAT == _FLOAT8:
+    if FORMAT == _FLOAT12:
+        values = _from_float12(words[0], words[1], HOW[8], OPERAND)
+    elif FORMAT == _FLOAT8:
         stored = words.slice(half * _HALF, _HALF, dim=1).load(OPERAND)
         values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
@@ -432,8 +535,8 @@ def _consume(
     UNITS: gl.constexpr = 2 // HALVES
     WIDE: gl.constexpr = x_tiles.shape[1]
     BM: gl.constexpr = WIDE + REST
-    STAGES: gl.constexpr = tiles.shape[0]
-    ROWS: gl.constexpr = tiles.shape[1]
+    STAGES: gl.constexpr = ready.shape[0]
+    ROWS: gl.constexpr = tiles[0].shape[1] * (_PIECE if HOW[0] == _FLOAT12 else 1)
     LAYOUT: gl.constexpr = HOW[5]
     REST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, REST or WIDE, 16]
@@ -483,11 +586,16 @@ def _consume(
             if HAS_ZEROS:
                 next_zeros = _of_groups(zeros, own, inside, following, strides, PARTS)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            words = tiles.index(stage)
-            if HOW[0] != _FLOAT8:
+            words = tiles[0].index(stage)
+            if HOW[0] == _INT4 or HOW[0] == _INT8:
                 words = words.load(OPERAND)
             for half in gl.static_range(2):
-                ws = _weights(words, block_scales, block_zeros, half, HOW)
+                if HOW[0] == _FLOAT12:
+                    place = 2 * stage + half
+                    of_half = (tiles[0].index(place), tiles[1].index(place))
+                    ws = _weights(of_half, block_scales, block_zeros, half, HOW)
+                else:
+                    ws = _weights(words, block_scales, block_zeros, half, HOW)
                 unit = step * UNITS + half // HALVES
                 x_stage = unit % X_STAGES
                 if half % HALVES == 0:
@@ -558,6 +666,7 @@ def persistent_linear_kernel(
     x,
     x_rest,
     weight,
+    exponents,
     scales,
     zeros,
     bias,
@@ -595,6 +704,8 @@ def persistent_linear_kernel(
     Arguments are those of linear_hopper_quantized.py's kernel, but for:
         x, x_rest: descriptors of half a block of inputs, for the first tokens of a tile, a power of
             two, and for the REST that follow them.
+        weight, exponents: descriptors; the second one for FLOAT12, of the words with exponents of
+            so many pieces of 8 rows as the first one has words with signs of.
         sums: float32 workspace for two tiles of each program.
         arrivals: int32, 0 for every shared tile before and after the kernel.
         num_whole: tiles that are computed as a whole.
@@ -606,8 +717,6 @@ def persistent_linear_kernel(
         HALVES: of a block of x, in one of X_STAGES. With both, STAGES are as many.
         UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
-    PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
-    BOX: gl.constexpr = [STAGES * PIECES, weight.block_type.shape[0], weight.block_type.shape[1]]
     WIDE: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
@@ -621,9 +730,24 @@ def persistent_linear_kernel(
         LAYOUT,
         UNPACK_LOW,
         UNPACK_HIGH,
+        GATED,
     )
-    pieces = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
-    tiles = joined_tiles(pieces, PIECES)
+    # Blocks of a descriptor that make a tile of a stage, or of half a stage.
+    JOINED: gl.constexpr = (
+        (2 if GATED else 1) if FORMAT == _FLOAT12 else ROWS // weight.block_type.shape[0]
+    )
+    NUM: gl.constexpr = STAGES * JOINED * (2 if FORMAT == _FLOAT12 else 1)
+    BOX: gl.constexpr = [NUM, weight.block_type.shape[0], weight.block_type.shape[1]]
+    words = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
+    weights = (weight,)
+    pieces = (words,)
+    tiles = (joined_tiles(words, JOINED),)
+    if FORMAT == _FLOAT12:
+        SMALL: gl.constexpr = [NUM, exponents.block_type.shape[0], exponents.block_type.shape[1]]
+        more = gl.allocate_shared_memory(exponents.dtype, SMALL, exponents.layout)
+        weights = (weight, exponents)
+        pieces = (words, more)
+        tiles = (tiles[0], joined_tiles(more, JOINED))
     x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES * HALVES, WIDE, _HALF], x.layout)
     rest_tiles = x_tiles
     if REST:
@@ -672,13 +796,13 @@ def persistent_linear_kernel(
                 (
                     x,
                     x_rest,
-                    weight,
+                    weights,
                     (x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free),
                     work,
                     sizes,
                     REST,
+                    FORMAT,
                     GATED,
-                    FORMAT == _INT4,
                     PDL,
                 ),
             ),

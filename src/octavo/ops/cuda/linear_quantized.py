@@ -186,6 +186,7 @@ def _launch_persistent(
         _descriptor(x, first, HALF),
         _descriptor(x, rest or first, HALF),
         _weight_descriptor(stored, fetched, epilogue),
+        _weight_descriptor(stored, fetched, epilogue),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,

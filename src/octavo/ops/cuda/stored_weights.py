@@ -16,7 +16,7 @@ from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
 BLOCK = 128  # inputs of a tile
 CHUNK_ROWS = 64  # of a block of integers of 4 bits that lie side by side
-FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
+FLOAT8, INT4, INT8, FLOAT12 = 0, 1, 2, 3  # FORMAT
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 
 
