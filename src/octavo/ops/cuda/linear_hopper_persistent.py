@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, UNIT
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
@@ -34,7 +35,6 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     joined_tiles,
     line_of,
 )
-from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_ROWS, PIECE_WORDS, UNIT
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, FLOAT12, INT4, INT8
 
 HALF = BLOCK // 2  # inputs that are converted at once
@@ -280,17 +280,17 @@ def _from_float12(signs, exponents, GATED: gl.constexpr, OPERAND: gl.constexpr):
     # A warp has two pieces, one below the other in its 16 rows.
     OTHER: gl.constexpr = NUM // 2 if GATED else 1
     NEXT: gl.constexpr = 1 if GATED else 2
-    FURTHER: gl.constexpr = [[8 * NEXT, 0]] if NUM == 32 else []
+    LAST: gl.constexpr = 8 * NEXT if NUM == 32 else 0  # and, of 256 rows, two more below
     WARPS: gl.constexpr = [[NEXT, 0], [2 * NEXT, 0], [4 * NEXT, 0]]
     SIGNS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [OTHER, 0]] + FURTHER,
+        [[0, 1], [0, 2], [OTHER, 0], [LAST, 0]] if LAST else [[0, 1], [0, 2], [OTHER, 0]],
         [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
         WARPS,
         [],
         [NUM, 128],
     )
     EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [OTHER, 0]] + FURTHER,
+        [[0, 1], [OTHER, 0], [LAST, 0]] if LAST else [[0, 1], [OTHER, 0]],
         [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
         WARPS,
         [],
