@@ -184,7 +184,7 @@ def quantized_projections() -> None:
     from test_quantized_forms import FORMS, dense
 
     from octavo.ops.cuda import linear as cuda_linear
-    from octavo.ops.cuda import linear_quantized, linear_table
+    from octavo.ops.cuda import linear_persistent, linear_quantized, linear_table
     from octavo.ops.cuda.linear_gemv import Scales, linear_one
     from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
     from octavo.ops.cuda.linear_quantized import launch
@@ -196,9 +196,9 @@ def quantized_projections() -> None:
     from octavo.ops.quantized import Rounding
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
-    for module in (cuda_linear, linear_quantized):
+    for module in (cuda_linear, linear_quantized, linear_persistent):
         module._workspace = lambda device: workspace
-    linear_quantized._num_sms = lambda device: 132
+    linear_persistent._num_sms = lambda device: 132
     much_alike = set() if has_all else {"float8-row", "int4", "int4-small"}
     for i, name in enumerate(FORMS):
         dtype = torch.float16 if i % 2 else torch.bfloat16

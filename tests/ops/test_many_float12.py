@@ -7,7 +7,7 @@ import torch
 from gluon_emulator import Emulated
 from torch import Tensor
 
-from octavo.ops.cuda import linear_many_float12
+from octavo.ops.cuda import linear_persistent
 from octavo.ops.cuda.float12 import pack_float12, unpack_float12
 from octavo.ops.cuda.linear_many_float12 import dequantize_float12, launch, tiles_of
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -21,9 +21,9 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     """The device; a CPU in the place of a Hopper GPU."""
     if device.type == "cpu":
         workspace = torch.empty(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
-        kernel = Emulated(linear_many_float12.persistent_linear_kernel)
-        monkeypatch.setattr(linear_many_float12, "persistent_linear_kernel", kernel)
-        monkeypatch.setattr(linear_many_float12, "_workspace", lambda device: workspace)
+        kernel = Emulated(linear_persistent.persistent_linear_kernel)
+        monkeypatch.setattr(linear_persistent, "persistent_linear_kernel", kernel)
+        monkeypatch.setattr(linear_persistent, "_workspace", lambda device: workspace)
     return device
 
 
@@ -74,7 +74,7 @@ def test_persistent_programs_share_tiles_in_any_way(
     epilogue: Epilogue,
     size: int,
 ) -> None:
-    monkeypatch.setattr(linear_many_float12, "_num_sms", lambda device: num_sms)
+    monkeypatch.setattr(linear_persistent, "_num_sms", lambda device: num_sms)
     num_rows = 304 if epilogue.is_gated else 260
     weight = made(num_rows, size, hopper)
     stored = pack_float12(weight)

@@ -23,6 +23,7 @@ from octavo.ops.cuda import (
     linear_gemv_packed,
     linear_hopper,
     linear_hopper_packed,
+    linear_persistent,
     linear_quantized,
     linear_ring,
     stored_weights,
@@ -61,15 +62,15 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
             (linear_quantized, "quantized_linear_kernel"),
             (linear_gemv_packed, "_linear_packed_kernel"),
             (linear_hopper_packed, "linear_packed_kernel"),
-            (linear_quantized, "persistent_linear_kernel"),
+            (linear_persistent, "persistent_linear_kernel"),
             (linear_hopper, "linear_kernel"),
             (linear_ring, "_linear_ring_kernel"),
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
-        for module in (linear_quantized, linear):
+        for module in (linear_quantized, linear_persistent, linear):
             monkeypatch.setattr(module, "_workspace", lambda device: workspace)
         monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
-        monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
+        monkeypatch.setattr(linear_persistent, "_num_sms", lambda device: 132)
         monkeypatch.setattr(linear_ring, "num_sms", lambda device: 3)
     return device
 
@@ -452,7 +453,7 @@ def test_persistent_programs_share_tiles_in_any_way(
     is_shared: bool,
     epilogue: Epilogue,
 ) -> None:
-    monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: num_sms)
+    monkeypatch.setattr(linear_persistent, "_num_sms", lambda device: num_sms)
     dtype = torch.bfloat16 if num_sms == 7 else torch.float16
     num_rows = 384 if epilogue.is_gated and name.startswith("int4") else 260  # whole chunks
     form = made(name, num_rows, 1152, hopper)

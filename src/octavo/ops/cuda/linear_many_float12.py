@@ -15,17 +15,12 @@ from octavo.ops.cuda.float12 import (
     UNIT,
     Float12Weight,
 )
-from octavo.ops.cuda.linear import _REGISTERS, _descriptor, _workspace
 from octavo.ops.cuda.linear_hopper import swizzled_descriptor
-from octavo.ops.cuda.linear_hopper_persistent import (
-    HALF,
-    SIGN_WORDS,
-    persistent_linear_kernel,
-)
+from octavo.ops.cuda.linear_hopper_persistent import SIGN_WORDS
 from octavo.ops.cuda.linear_hopper_quantized import SCALE_RESULT
-from octavo.ops.cuda.linear_quantized import _num_sms
+from octavo.ops.cuda.linear_persistent import Operand, launch_persistent
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.quantized_tiles import Division, Tiles
+from octavo.ops.cuda.quantized_tiles import Tiles
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT12
 from octavo.ops.epilogue import Epilogue
 
@@ -113,57 +108,24 @@ def launch(
     tiles: Tiles,
 ) -> None:
     """Run linear_hopper_persistent's kernel."""
-    (num_tokens, size), num_rows = x.shape, out.shape[-1]
     rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
-    num_blocks = triton.cdiv(size, BLOCK)
-    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
-    division = Division.of(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
-    sums, arrivals = _workspace(x.device)
-    if division.num_shared:
-        assert 2 * division.num_programs * tiles.rows * tiles.tokens <= sums.numel()
-        assert division.num_shared <= len(arrivals)
-    first = 1 << (tiles.tokens.bit_length() - 1)  # tokens of a tile: a power of two
-    rest = tiles.tokens - first
-    lines = weight.words.view(len(weight.words), -1)
-    persistent_linear_kernel[(division.num_programs,)](
-        _descriptor(x, first, HALF),
-        _descriptor(x, rest or first, HALF),
-        swizzled_descriptor(lines, [rows // PIECE_ROWS, SIGN_WORDS], 0),
-        swizzled_descriptor(lines, [rows // PIECE_ROWS, PIECE_WORDS - SIGN_WORDS], 0),
+    lines, pieces = weight.words.view(len(weight.words), -1), rows // PIECE_ROWS
+    signs = swizzled_descriptor(lines, [pieces, SIGN_WORDS], 0)
+    exponents = swizzled_descriptor(lines, [pieces, PIECE_WORDS - SIGN_WORDS], 0)
+    operand = Operand(
+        (signs, exponents),
         weight.scales,
         weight.scales,
-        bias,
-        out,
-        sums,
-        arrivals,
-        num_tokens,
-        num_rows,
-        num_blocks,
-        num_tiles - division.num_shared,
-        division.num_shared,
-        division.per_program,
+        (1, 1, 1),
         1,
-        1,
-        1,
-        1,
-        REST=rest,
-        ROWS=tiles.rows,
-        STAGES=tiles.stages,
-        X_STAGES=tiles.x_stages,
-        HALVES=tiles.halves,
         FORMAT=FLOAT12,
         SCALE=SCALE_RESULT,
         HAS_ZEROS=False,
         PARTS=1,
         UNPACK_LOW="",
         UNPACK_HIGH="",
-        EPILOGUE=int(epilogue),
-        GATED=epilogue.is_gated,
-        HAS_BIAS=bias is not None,
-        num_warps=tiles.warps,
-        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
-        **launch_options(x.device),
     )
+    launch_persistent(x, operand, bias, out, epilogue, tiles)
 
 
 _MEMORY = 227_000  # beside barriers and what the end of a tile takes

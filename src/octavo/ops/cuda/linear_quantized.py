@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,18 +42,14 @@ from octavo.ops.cuda.linear_hopper_packed import (
     linear_few_packed,
     takes_integers,
 )
-from octavo.ops.cuda.linear_hopper_persistent import (
-    HALF,
-    PIECE,
-    persistent_linear_kernel,
-    unpacking,
-)
+from octavo.ops.cuda.linear_hopper_persistent import PIECE, unpacking
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_SUMS,
     SCALE_WEIGHTS,
     quantized_linear_kernel,
 )
+from octavo.ops.cuda.linear_persistent import Operand, launch_persistent
 from octavo.ops.cuda.linear_ring import linear_by_ring, takes_ring
 from octavo.ops.cuda.linear_table import Tiles as DenseTiles
 from octavo.ops.cuda.pdl import launch_options
@@ -66,7 +62,6 @@ from octavo.ops.cuda.quantized_tiles import (
     MOST_MADE_TWO,
     SIZES,
     Choice,
-    Division,
     Product,
     Tiles,
     candidates,
@@ -79,7 +74,6 @@ from octavo.ops.cuda.stored_weights import (
     StoredWeight,
     dequantize,
 )
-from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
@@ -88,7 +82,6 @@ from octavo.ops.tuning import Answers, Question
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
-MAX_PROGRAMS = 144  # of the persistent kernel: each needs 256 KB of the workspace
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 
 
@@ -107,7 +100,8 @@ def launch(
     x_scales: of x in float8, with Rounding.GROUPS; for the former.
     """
     if tiles.x_stages:
-        _launch_persistent(x, stored, bias, out, epilogue, tiles)
+        operand = _persistent_operand(stored, epilogue, tiles, x.dtype)
+        launch_persistent(x, operand, bias, out, epilogue, tiles)
         return
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
@@ -160,66 +154,25 @@ def launch(
     )
 
 
-def _launch_persistent(
-    x: Tensor,
-    stored: StoredWeight,
-    bias: Tensor | None,
-    out: Tensor,
-    epilogue: Epilogue,
-    tiles: Tiles,
-) -> None:
-    (num_tokens, size), num_rows = x.shape, out.shape[-1]
-    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
-    num_blocks = triton.cdiv(size, BLOCK)
-    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
-    division = Division.of(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
-    sums, arrivals = _workspace(x.device)
-    bits = 4 if stored.format == INT4 else 8
-    low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
+def _persistent_operand(
+    stored: StoredWeight, epilogue: Epilogue, tiles: Tiles, dtype: torch.dtype
+) -> Operand:
     fetched = PIECE if epilogue.is_gated else tiles.rows
-    if division.num_shared:
-        assert 2 * division.num_programs * tiles.rows * tiles.tokens <= sums.numel()
-        assert division.num_shared <= len(arrivals)
-    first = 1 << (tiles.tokens.bit_length() - 1)  # tokens of a tile: a power of two
-    rest = tiles.tokens - first
-    persistent_linear_kernel[(division.num_programs,)](
-        _descriptor(x, first, HALF),
-        _descriptor(x, rest or first, HALF),
-        _weight_descriptor(stored, fetched, epilogue),
-        _weight_descriptor(stored, fetched, epilogue),
+    bits = 4 if stored.format == INT4 else 8
+    low, high = (unpacking(bits, word, dtype == torch.float16) for word in range(2))
+    descriptor = _weight_descriptor(stored, fetched, epilogue)
+    return Operand(
+        (descriptor, descriptor),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
-        bias,
-        out,
-        sums,
-        arrivals,
-        num_tokens,
-        num_rows,
-        num_blocks,
-        num_tiles - division.num_shared,
-        division.num_shared,
-        division.per_program,
-        stored.stride_row,
-        stored.stride_group,
-        stored.block_rows,
+        (stored.stride_row, stored.stride_group, stored.block_rows),
         max(1, stored.group // BLOCK),
-        REST=rest,
-        ROWS=tiles.rows,
-        STAGES=tiles.stages,
-        X_STAGES=tiles.x_stages,
-        HALVES=tiles.halves,
         FORMAT=stored.format,
         SCALE=SCALE_WEIGHTS if stored.group else SCALE_RESULT,
         HAS_ZEROS=stored.zeros is not None,
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
         UNPACK_LOW=low,
         UNPACK_HIGH=high,
-        EPILOGUE=int(epilogue),
-        GATED=epilogue.is_gated,
-        HAS_BIAS=bias is not None,
-        num_warps=tiles.warps,
-        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
-        **launch_options(x.device),
     )
 
 
@@ -230,12 +183,6 @@ def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> A
         assert not epilogue.is_gated or stored.has_whole_gates
         weight, rows = weight.view(-1, weight.shape[-1]), min(rows, CHUNK_ROWS)
     return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    """As many programs as have room in the workspace, at most."""
-    return min(num_sms(device), MAX_PROGRAMS)
 
 
 class QuantizedCudaLinear:
