@@ -226,6 +226,7 @@ def quantized_projections() -> None:
             assert isinstance(choice, Tiles)
             launch(x, stored, out[0], out, epilogue, choice, is_partial=num_tokens == 1)
     few_packed()
+    many_float12()
     rounded = round_inputs(torch.zeros(128, 4096, dtype=torch.bfloat16), Rounding.TOKENS)
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
@@ -264,6 +265,23 @@ def quantized_projections() -> None:
                 *(given, rounded.values[:, : given.values.shape[-1]], None, results, epilogue),
                 *(tiles, False, (torch.zeros(128, 1), 1)),
             )
+
+
+def many_float12() -> None:
+    """Weights in 12 bits: gates and ups, and tiles of all sizes; dequantized."""
+    from octavo.ops.cuda.float12 import pack_float12
+    from octavo.ops.cuda.linear_many_float12 import dequantize_float12, launch, tiles_of
+    from octavo.ops.epilogue import Epilogue
+
+    stored = pack_float12(torch.randn(256, 1088).bfloat16())
+    dequantize_float12(stored, torch.zeros(256, 1088, dtype=torch.bfloat16))
+    x = torch.zeros(300, 1088, dtype=torch.bfloat16)
+    shapes = [(128, 128), (128, 256), (192, 128), (256, 128)]
+    for tokens, rows in shapes if has_all else shapes[1:3]:
+        for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
+            out = x.new_zeros(300, 128 if epilogue.is_gated else 256)
+            bias = out[0] if tokens == 192 else None
+            launch(x, stored, bias, out, epilogue, tiles_of(tokens, rows, is_shared=True))
 
 
 def few_packed() -> None:

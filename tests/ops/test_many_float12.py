@@ -9,7 +9,14 @@ from torch import Tensor
 
 from octavo.ops.cuda import linear_persistent
 from octavo.ops.cuda.float12 import pack_float12, unpack_float12
-from octavo.ops.cuda.linear_many_float12 import dequantize_float12, launch, tiles_of
+from octavo.ops.cuda.linear_many_float12 import (
+    choose_tiles,
+    dequantize_float12,
+    launch,
+    linear_many_float12,
+    most_tokens,
+    tiles_of,
+)
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -86,3 +93,15 @@ def test_persistent_programs_share_tiles_in_any_way(
     for _ in range(2):  # and are ready for the next product
         launch(x, stored, bias, out.fill_(torch.nan), epilogue, tiles)
         assert relative(out, wanted) < TOLERANCE
+
+
+def test_tiles_follow_from_the_shape(hopper: torch.device) -> None:
+    """Few tokens have tiles of 128; many rows are tiles as a whole, few are shared."""
+    assert choose_tiles(100, 2880, 4096).tokens == 128
+    assert choose_tiles(256, 2880, 4096).is_shared
+    assert choose_tiles(1024, 28672, 4096).tokens == 256
+    assert most_tokens(2880, 4096) >= 256
+    weight = made(48, 64, hopper)
+    x, out = inputs(70, 64, hopper), torch.empty(70, 48, dtype=torch.bfloat16, device=hopper)
+    linear_many_float12(x, pack_float12(weight), None, out, Epilogue.NONE)
+    assert relative(out, x.double() @ weight.double().t()) < TOLERANCE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,9 +22,24 @@ from octavo.ops.cuda.linear_hopper_persistent import SIGN_WORDS
 from octavo.ops.cuda.linear_hopper_quantized import SCALE_RESULT
 from octavo.ops.cuda.linear_persistent import Operand, launch_persistent
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.quantized_tiles import Tiles
+from octavo.ops.cuda.quantized_tiles import Division, Tiles
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT12
 from octavo.ops.epilogue import Epilogue
+
+_MEMORY = 227_000  # bytes of shared memory, beside barriers and what the end of a tile takes
+_BLOCK_BYTES = 2 * 4 * PIECE_WORDS // PIECE_ROWS  # of BLOCK inputs of a row of W
+_NUM_SMS = 132
+# Microseconds of a step with tiles of so many tokens and rows, and of adding up parts of tiles that
+# programs share: those of weights of 4 and 8 bits (quantized_tiles.py), not measured with 12.
+_COSTS = {
+    (128, 128): (0.97, 6.0),
+    (128, 256): (1.7, 16.0),
+    (192, 128): (1.27, 8.0),
+    (256, 128): (1.4, 13.0),
+}
+# Dequantizing W costs 3.5 bytes of traffic per weight, however many the tokens are: a seventh of
+# the product with so many. Expected, not measured.
+_MOST_TOKENS = 2048
 
 _MANTISSA = tl.constexpr(MANTISSA)
 _EXPONENT = tl.constexpr(EXPONENT)
@@ -128,8 +145,43 @@ def launch(
     launch_persistent(x, operand, bias, out, epilogue, tiles)
 
 
-_MEMORY = 227_000  # beside barriers and what the end of a tile takes
-_BLOCK_BYTES = 2 * 4 * PIECE_WORDS // PIECE_ROWS  # of BLOCK inputs of a row of W
+def linear_many_float12(
+    x: Tensor, weight: Float12Weight, bias: Tensor | None, out: Tensor, epilogue: Epilogue
+) -> None:
+    """Write epilogue(x W^T + b) to out [num_tokens, num_rows].
+
+    Args:
+        x: bfloat16 [num_tokens, in_features], of more than 64 tokens; rows aligned to 16 bytes.
+        weight: with a gate of a multiple of 16 rows.
+        out: bfloat16.
+    """
+    tiles = choose_tiles(len(x), weight.shape[0], x.shape[1])
+    launch(x, weight, bias, out, epilogue, tiles)
+
+
+def most_tokens(num_rows: int, size: int) -> int:
+    """Up to how many tokens linear_many_float12 takes less time than dequantizing W [num_rows,
+    size] and multiplying by it."""
+    del num_rows, size  # Both take a time that grows with their product.
+    return _MOST_TOKENS
+
+
+@lru_cache(4096)
+def choose_tiles(num_tokens: int, num_rows: int, size: int) -> Tiles:
+    """Those with which a product with W [num_rows, size] is expected to take the least time."""
+    shapes = [each for each in _COSTS if each[0] == 128 or num_tokens > 128]
+    options = [tiles_of(*shape, is_shared=shared) for shape in shapes for shared in (False, True)]
+    return min(options, key=lambda tiles: _expected(num_tokens, num_rows, size, tiles))
+
+
+def _expected(num_tokens: int, num_rows: int, size: int, tiles: Tiles) -> float:
+    """About how many microseconds a product takes, less what it takes with any tiles."""
+    num_blocks = triton.cdiv(size, BLOCK)
+    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_tokens, tiles.tokens)
+    division = Division.of(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
+    of_step, of_sharing = _COSTS[tiles.tokens, tiles.rows]
+    steps = division.num_steps(num_tiles, num_blocks)
+    return steps * of_step + (of_sharing if division.num_shared else 0)
 
 
 def tiles_of(tokens: int, rows: int, is_shared: bool) -> Tiles:
