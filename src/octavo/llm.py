@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from os import PathLike
 from typing import Any, TypeVar, cast
@@ -468,6 +469,7 @@ def load_engine(config: EngineConfig) -> Engine:
     executor = make_executor(config, _quantized(model_config, config.quantization))
     # With the choice of "auto", which the workers have made.
     model_config = _quantized(model_config, executor.config.quantization)
+    model_config = replace(model_config, dense_weights=config.dense_weights)
     return Engine(executor.config, model_config, executor)
 
 

@@ -14,9 +14,9 @@ loader cannot quantize.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
+from octavo.config import DTYPE_BYTES, DenseWeights, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.memory_budget import (
@@ -160,6 +160,52 @@ def choose_quantization(
     if len(texts) == 1 and rooms[chosen] < NEARLY * wanted:
         reason += ", but the device would dequantize other forms"
     return Choice(chosen, reason)
+
+
+def with_dense_weights(
+    model_config: ModelConfig,
+    name: DenseWeights,
+    dtype: str,
+    kernels: WeightKernels,
+    device: str,
+) -> ModelConfig:
+    """The same model, with the weights that are not quantized kept as the option says.
+
+    Args:
+        model_config: as it is loaded; the whole model or a device's shard.
+        dtype: what it is computed in.
+        kernels: of the device.
+        device: its name.
+
+    Raises:
+        ConfigError: the device has no kernels for them, or the model is not in bfloat16.
+    """
+    if name == "bfloat16":
+        return model_config
+    if dtype != "bfloat16":
+        raise ConfigError(
+            "dense_weights",
+            f"{name} is a form of bfloat16, and the model is computed in {dtype} (dtype)",
+        )
+    if kernels != "hopper":
+        raise ConfigError(
+            "dense_weights", f"octavo has kernels for {name} on Hopper GPUs alone, not on {device}"
+        )
+    return replace(model_config, dense_weights=name)
+
+
+def describe_float12(shard: ModelConfig, dtype_bytes: int) -> str | None:
+    """What a device has in 12 bits of its shard of a model; None: nothing."""
+    packed = shard.float12_projections
+    if not packed:
+        return None
+    taken = sum(each.float12_bytes for each in packed)
+    text = f"{format_bytes(taken)} of the weights, in {len(packed)} projections"
+    if shard.float12_copy_bytes:
+        size = format_bytes(shard.float12_copy_bytes)
+        text += f", of which {size} are the head's, beside the token embeddings that it is tied to"
+    loading = replace(shard, dense_weights="bfloat16").least_weight_bytes(dtype_bytes)
+    return f"{text}; before they are packed, the weights take {format_bytes(loading)}"
 
 
 def _bytes(

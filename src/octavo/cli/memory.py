@@ -23,7 +23,14 @@ from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import GPU, find_gpu
 from octavo.simulation.step_shape import StepShape
-from octavo.weight_forms import Choice, Estimate, choose_quantization, describe_dequantized
+from octavo.weight_forms import (
+    Choice,
+    Estimate,
+    choose_quantization,
+    describe_dequantized,
+    describe_float12,
+    with_dense_weights,
+)
 
 DEFAULT_LENGTHS = "512,2048,8192"
 GPU_SHARE = 0.9  # of a GPU's memory, as gpu_memory_utilization has it
@@ -54,6 +61,7 @@ BATCHES = (1, 64, 256)
 @engine_options(
     "dtype",
     "quantization",
+    "dense_weights",
     "max_model_len",
     "block_size",
     "num_blocks",
@@ -124,6 +132,7 @@ class Machine:
     dtype: str
     total: int  # bytes
     kernels: WeightKernels
+    device: str  # what it is called
 
     @classmethod
     def of(
@@ -147,9 +156,10 @@ class Machine:
             config = config.for_gpu(device_memory)
         total = device_memory or host_memory() // config.tensor_parallel_size
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
+        device = "this CPU (--gpu names another device)"
         if gpu is not None:
-            kernels = gpu.kernels
-        return cls(config, model_config, dtype, total, kernels)
+            kernels, device = gpu.kernels, gpu.name
+        return cls(config, model_config, dtype, total, kernels, device)
 
     def choose(self) -> Choice | None:
         """What "auto" stands for. Raises OutOfMemory if that was asked for and nothing fits."""
@@ -170,14 +180,17 @@ class Machine:
 
     def quantized(self, name: QuantizationName | None) -> ModelConfig:
         """The model as it is loaded."""
-        return self.model_config if name is None else quantized_on_load(self.model_config, name)
+        model = self.model_config if name is None else quantized_on_load(self.model_config, name)
+        dense_weights = self.config.dense_weights
+        return with_dense_weights(model, dense_weights, self.dtype, self.kernels, self.device)
 
     def budget(self, name: QuantizationName | None) -> Budget:
         """Raises OutOfMemory if there is no room for a KV cache."""
         model = self.quantized(name)
         estimate = Estimate.of(self.config, model, self.dtype, self.total, self.kernels)
         note = describe_dequantized(model, self.dtype, self.kernels, name)
-        return Budget(self.config, model, self.dtype, estimate, note)
+        packed = describe_float12(estimate.model, DTYPE_BYTES[self.dtype])
+        return Budget(self.config, model, self.dtype, estimate, note, packed)
 
     def forms(self, gpu: GPU) -> Iterator[Form]:
         """As the files have the weights, and with each quantization that the loader makes."""
@@ -225,8 +238,10 @@ class Budget:
         dtype: str,
         estimate: Estimate,
         note: str | None,
+        packed: str | None,
     ) -> None:
-        """model_config: the whole model; note: of weights that the device dequantizes."""
+        """model_config: the whole model; note: of weights that the device dequantizes; packed: of
+        those that it keeps in 12 bits."""
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
@@ -236,6 +251,7 @@ class Budget:
         self._expert_bytes = estimate.model.read_bytes(DTYPE_BYTES[dtype])[1]
         self.weight_bytes = estimate.fixed.weights
         self.note = note
+        self._packed = packed
 
     @property
     def kv_slots(self) -> int:
@@ -290,6 +306,8 @@ class Budget:
         if self._expert_bytes:
             size = format_bytes(self._expert_bytes)
             rows.insert(0, ("experts", f"{size} of the weights"))
+        if self._packed is not None:
+            rows.insert(0, ("float12", self._packed))
         if self.note is not None:
             rows.insert(0, ("dequantized", self.note))
         for length in lengths:
@@ -347,6 +365,7 @@ class Budget:
             "expert_bytes": self._expert_bytes,
             "dtype": self._dtype,
             "dequantized": self.note,
+            "dense_weights": self._model_config.dense_weights,
             "kv_cache_dtype": self._kv_dtype,
             "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,

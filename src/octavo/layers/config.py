@@ -19,6 +19,9 @@ NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
+# What has no float12 form, or gains nothing by it (LinearConfig.takes_float12).
+FLOAT12_OUTPUTS, FLOAT12_INPUTS = 8, 64  # of a piece of W (ops/cuda/float12.py)
+FLOAT12_LEAST_OUTPUTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,24 @@ class LinearConfig:
     def num_parameters(self) -> int:
         return self.out_features * (self.in_features + self.has_bias)
 
+    @property
+    def takes_float12(self) -> bool:
+        """Whether W has the shape of one that may be kept in 12 bits: whole pieces of inputs, whole
+        pieces of the outputs of each merged projection, such as gates and ups, and not just a few
+        outputs."""
+        has_whole_parts = all(size % FLOAT12_OUTPUTS == 0 for size in self.out_sizes)
+        return (
+            self.in_features % FLOAT12_INPUTS == 0
+            and self.out_features >= FLOAT12_LEAST_OUTPUTS
+            and (len(self.out_sizes) == 1 or has_whole_parts)
+        )
+
+    @property
+    def float12_bytes(self) -> int:
+        """Of W in 12 bits: its pieces, and a scale in float32 for each output."""
+        num_pieces = -(-self.out_features // FLOAT12_OUTPUTS)
+        return num_pieces * FLOAT12_OUTPUTS * self.in_features * 3 // 2 + 4 * self.out_features
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
@@ -242,6 +263,13 @@ class AttentionConfig:
         )
 
     @property
+    def projections(self) -> tuple[LinearConfig, ...]:
+        """All of them."""
+        if self.reads_encoder:
+            return self.query, self.key_value, self.output
+        return self.qkv, self.output
+
+    @property
     def score_features(self) -> frozenset[str]:
         """What a backend must compute for the layer beyond dot products (ops.LayerSpec.features):
         the optional fields of ops.ScoreFunction that it uses, and cross-attention."""
@@ -316,6 +344,11 @@ class MLPConfig:
         )
 
     @property
+    def projections(self) -> tuple[LinearConfig, ...]:
+        """All of them."""
+        return self.up, self.down
+
+    @property
     def num_parameters(self) -> int:
         return self.up.num_parameters + self.down.num_parameters
 
@@ -367,6 +400,11 @@ class ExpertsConfig:
         for both."""
         shared = None if self.shared is None else self.shared.with_linear_method(method)
         return replace(self, method=method, shared=shared)
+
+    @property
+    def projections(self) -> tuple[LinearConfig, ...]:
+        """Those of the shared expert: the others are no projections of all tokens."""
+        return () if self.shared is None else self.shared.projections
 
     @property
     def has_down_bias(self) -> bool:

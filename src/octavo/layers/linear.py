@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from octavo.config import DenseWeights
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
@@ -124,6 +125,9 @@ class LinearMethod(WeightOwner):
 class Projection(LinearMethod):
     """Owns the bias, and a kernel for the weight; subclasses own the weight until it is loaded."""
 
+    dense_weights: DenseWeights = "bfloat16"
+    """How W is kept if it is not quantized; set before `finalize`."""
+
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
         self.config = config
@@ -178,6 +182,16 @@ class Projection(LinearMethod):
         """See WeightOwner.kernels."""
         return (self._kernel,)
 
+    @property
+    def stays_dense(self) -> bool:
+        """Whether W should be in 12 bits, and has no such form; asked for after `finalize`."""
+        return self.dense_weights == "float12" and self._kernel.keeps_weight
+
+    @property
+    def _dense_form(self) -> DenseWeights:
+        """How W is to be kept if it is not quantized, by its shape."""
+        return self.dense_weights if self.config.takes_float12 else "bfloat16"
+
     def _compute_with(self, kernel: LinearKernel) -> None:
         """Called by `finalize`."""
         self._kernel = kernel
@@ -205,7 +219,7 @@ class PlainLinear(Projection):
         """
         assert self.weight is not None, "finalize is called once"
         weight = self.weight.detach()
-        self._compute_with(make_linear_kernel(weight, self.is_chained))
+        self._compute_with(make_linear_kernel(weight, self.is_chained, self._dense_form))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -217,7 +231,7 @@ class RoundedLinear(PlainLinear):
     def finalize(self) -> None:
         """See PlainLinear.finalize."""
         assert self.weight is not None, "finalize is called once"
-        self._compute_with(make_rounding_kernel(self.weight.detach()))
+        self._compute_with(make_rounding_kernel(self.weight.detach(), self._dense_form))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -245,7 +259,8 @@ class QuantizedLinear(Projection):
         kernel = None if form is None else make_quantized_kernel(form, dtype, self.is_chained)
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
-            kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))
+            weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+            kernel = make_linear_kernel(weight, dense_weights=self._dense_form)
         self._compute_with(kernel)
         self._rounding_kernel = kernel if isinstance(kernel, RoundingKernel) else None
         for slot in self._slots:

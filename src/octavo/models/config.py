@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from octavo.config import DenseWeights
 from octavo.core.kv.specs import CrossAttention, FullAttention, KVSpec, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
@@ -102,6 +103,12 @@ class LayerConfig:
             cross_attention=None if cross is None else cross.with_linear_method(method),
             mlp=self.mlp.with_linear_method(method),
         )
+
+    @property
+    def projections(self) -> tuple[LinearConfig, ...]:
+        """Of attention, cross-attention, and the MLP or shared expert."""
+        cross = () if self.cross_attention is None else self.cross_attention.projections
+        return (*self.attention.projections, *cross, *self.mlp.projections)
 
     @property
     def num_parameters(self) -> int:
@@ -276,6 +283,13 @@ class ModelDescription:
             padding=rows * self.shard.size - self.vocab_size,
         )
 
+    def projections(self) -> list[LinearConfig]:
+        """All of them, with the head."""
+        beside = (self.project_in, self.project_out, self.head)
+        encoder = () if self.encoder is None else self.encoder.layers
+        layers = [each for layer in (*self.layers, *encoder) for each in layer.projections]
+        return layers + [each for each in beside if each is not None]
+
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
         usual one, and of the head, unless it shares the embedding's table."""
@@ -397,6 +411,8 @@ class ModelConfig(ModelDescription):
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None  # of the weights in the files
     kept: KeptParts = ALL_KEPT  # see kept_by
+    # How the device keeps projections that are not quantized (EngineConfig.dense_weights).
+    dense_weights: DenseWeights = "bfloat16"
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -434,8 +450,38 @@ class ModelConfig(ModelDescription):
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
-        device keeps (`kept_by`), unless merged projections differ in their form."""
-        return self.weight_bytes(dtype_bytes) - sum(self._saved_bytes(dtype_bytes))
+        device keeps (`kept_by`), unless merged projections differ in their form; and others are
+        kept as `dense_weights` says."""
+        saved = sum(self._saved_bytes(dtype_bytes))
+        # The token embeddings keep a table that the head does not share.
+        table = dtype_bytes * self._head_size if self.float12_copy_bytes else 0
+        return self.weight_bytes(dtype_bytes) - saved + table
+
+    @property
+    def float12_copy_bytes(self) -> int:
+        """Of the head in 12 bits, if it would share the table of the token embeddings otherwise."""
+        is_copied = self.tied_embeddings and self.head in self.float12_projections
+        return self.head.float12_bytes if is_copied else 0
+
+    @property
+    def float12_projections(self) -> list[LinearConfig]:
+        """Those that are kept in 12 bits, if all of their weights are finite: of the ones that are
+        not quantized, or that the device dequantizes."""
+        if self.dense_weights != "float12":
+            return []
+        quantization = self.quantization
+        has_form = quantization is not None and quantization.weight_bytes is not None
+        methods = {"plain", "rounded"}
+        if not (has_form and self.kept.projections):
+            methods.add("quantized")
+        return [
+            each for each in self.projections() if each.method in methods and each.takes_float12
+        ]
+
+    @property
+    def _head_size(self) -> int:
+        """Weights of the head."""
+        return self.head.out_features * self.head.in_features
 
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose
@@ -446,15 +492,20 @@ class ModelConfig(ModelDescription):
         return dense * dtype_bytes - saved, experts * dtype_bytes - saved_experts
 
     def _saved_bytes(self, dtype_bytes: int) -> tuple[int, int]:
-        """What quantized projections and experts take less than in the model's dtype."""
+        """What projections and experts that are quantized or in 12 bits take less than in the
+        model's dtype."""
+        packed = sum(
+            dtype_bytes * each.out_features * each.in_features - each.float12_bytes
+            for each in self.float12_projections
+        )
         if self.quantization is None:
-            return 0, 0
+            return packed, 0
         saved = []
         forms = self.quantization, self.quantization.of_experts
         for form, number, is_kept in zip(forms, self.quantized_parts, self.kept, strict=True):
             taken = dtype_bytes if form.weight_bytes is None else form.weight_bytes
             saved.append(int((dtype_bytes - taken) * number * is_kept))
-        return saved[0], saved[1]
+        return packed + saved[0], saved[1]
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

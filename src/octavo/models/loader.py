@@ -19,8 +19,13 @@ from octavo.config import LoadFormat
 from octavo.errors import ConfigError, ModelError, few
 from octavo.host_memory import return_freed_memory
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
-from octavo.layers.config import AttentionConfig
-from octavo.layers.linear import LinearMethod, warn_once
+from octavo.layers.config import (
+    FLOAT12_INPUTS,
+    FLOAT12_LEAST_OUTPUTS,
+    FLOAT12_OUTPUTS,
+    AttentionConfig,
+)
+from octavo.layers.linear import LinearMethod, Projection, warn_once
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
@@ -72,11 +77,19 @@ def load_model(
         fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
+    model.checkpoint = None  # it would keep the memory of weights that are packed from here on
     freed = FreedMemory(device)
     for module in model.modules():
+        if isinstance(module, Projection):
+            module.dense_weights = config.dense_weights
         if isinstance(module, WeightOwner):
             module.finalize()
             freed.after(PASSED_ELEMENTS // MODULES_TOGETHER)
+            if device.type == "cuda" and config.dense_weights != "bfloat16":
+                # Or else the next weight is packed into a part of the memory of this one, whose
+                # rest nothing else fits into.
+                torch.cuda.empty_cache()
+    _report_dense(model)
     model.check()
     if fp8_kv_cache:
         scales = [KVScales()] * len(model.attention_layers)
@@ -156,6 +169,23 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     if missing:
         raise ModelError(f"{config.path}: the weights lack {few(missing)}")
     rounding.report()
+
+
+def _report_dense(model: CausalLM) -> None:
+    """Log which projections stay in bfloat16 although they should be in 12 bits."""
+    projections = [(path, m) for path, m in model.named_modules() if isinstance(m, Projection)]
+    left = [path for path, projection in projections if projection.stays_dense]
+    if left:
+        logger.warning(
+            "%d of %d projections stay in bfloat16 (float12 needs multiples of %d inputs, at least "
+            "%d outputs, of merged projections multiples of %d, and weights that are finite): %s",
+            len(left),
+            len(projections),
+            FLOAT12_INPUTS,
+            FLOAT12_LEAST_OUTPUTS,
+            FLOAT12_OUTPUTS,
+            few(left),
+        )
 
 
 class FreedMemory:

@@ -10,7 +10,8 @@ core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 6
   F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
 Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
 
-On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS.
+On a GPU a weight stays as it is, and cuda/linear.py chooses between our kernels and cuBLAS; or it
+is kept in 12 bits (cuda/linear_float12.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.config import DenseWeights
 from octavo.ops.cpu import int8, onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
@@ -102,13 +104,25 @@ class TorchLinear:
         return F.linear(x, self._weight, bias)
 
 
-def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel:
+def make_linear_kernel(
+    weight: Tensor, is_chained: bool = False, dense_weights: DenseWeights = "bfloat16"
+) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] on its device.
 
-    is_chained: of one token, nothing but attention or experts comes between this product and other
-        such ones.
+    Args:
+        weight: W, in the model's dtype.
+        is_chained: of one token, nothing but attention or experts comes between this product and
+            other such ones.
+        dense_weights: how W is kept, if it has such a form; "float12" on a Hopper GPU alone.
     """
     if weight.device.type == "cuda":
+        if dense_weights == "float12":
+            from octavo.ops.cuda.float12 import takes_float12
+
+            if takes_float12(weight):
+                from octavo.ops.cuda.linear_float12 import Float12Linear
+
+                return Float12Linear(weight)
         from octavo.ops.cuda.linear import CudaLinear
 
         return CudaLinear(weight, is_chained)
@@ -119,10 +133,15 @@ def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel
     return onednn.OneDnnLinear(weight) if onednn.can_pack(weight) else TorchLinear(weight)
 
 
-def make_rounding_kernel(weight: Tensor) -> LinearKernel:
+def make_rounding_kernel(weight: Tensor, dense_weights: DenseWeights = "bfloat16") -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] that may be rounded to int8, and inputs
-    that may be, too: that is done on a CPU that has such products. Results may be in float32."""
-    return int8.make_rounding_kernel(weight) or make_linear_kernel(weight)
+    that may be, too: that is done on a CPU that has such products. Results may be in float32.
+
+    dense_weights: see make_linear_kernel.
+    """
+    return int8.make_rounding_kernel(weight) or make_linear_kernel(
+        weight, dense_weights=dense_weights
+    )
 
 
 def make_quantized_kernel(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from octavo.config import (
     DTYPE_BYTES,
     CacheConfig,
+    DenseWeights,
     DTypeName,
     EngineConfig,
     QuantizationChoice,
@@ -21,7 +22,7 @@ from octavo.models.registry import quantized_on_load
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
-from octavo.weight_forms import choose_quantization
+from octavo.weight_forms import choose_quantization, with_dense_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class SimulationConfig:
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"
     quantization: QuantizationChoice | None = None  # of weights that are not quantized yet
+    dense_weights: DenseWeights = "bfloat16"  # of those that are not quantized
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
     workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
@@ -58,6 +60,7 @@ class SimulationConfig:
             self.model,
             dtype=self.dtype,
             quantization=self.quantization,
+            dense_weights=self.dense_weights,
             max_model_len=self.max_model_len,
             seed=self.seed,
             overlap=self.overlap,
@@ -87,6 +90,7 @@ class SimulationConfig:
             quantization = choice.quantization
         if quantization is not None:
             model = quantized_on_load(model, quantization)
+        model = with_dense_weights(model, self.dense_weights, dtype, gpu.kernels, gpu.name)
         model = model.kept_by(gpu.kernels)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)

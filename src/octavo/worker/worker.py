@@ -21,7 +21,11 @@ from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
-from octavo.weight_forms import choose_quantization, describe_dequantized
+from octavo.weight_forms import (
+    choose_quantization,
+    describe_dequantized,
+    with_dense_weights,
+)
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
@@ -59,6 +63,11 @@ class Worker:
         if config.quantization == "auto":
             config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
         self.config = config  # with the quantization that "auto" stands for
+        if config.dense_weights != "bfloat16":
+            kernels, name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
+            model_config = with_dense_weights(
+                model_config, config.dense_weights, name, kernels, device.name
+            )
         model_config = model_config.sharded(communicator.shard)
         _warn_of_dequantized(config, model_config, dtype, device)
         backend_class = device.resolve_backend(config.attention_backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
+from octavo.layers.config import LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import OPTION, Shard
 
@@ -30,6 +31,11 @@ class TransformersConfig(ModelConfig):
                 f"transformers: only families of octavo's own are divided",
             )
         return self
+
+    def projections(self) -> list[LinearConfig]:
+        """See ModelDescription.projections: those of layers are not known, and counted as if they
+        stayed in bfloat16."""
+        return [self.head]
 
     def num_parameters(self) -> int:
         """See ModelDescription.num_parameters."""

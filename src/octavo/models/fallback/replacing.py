@@ -259,6 +259,8 @@ def _replace_feed_forward(built: Built, owners: Owners) -> None:
         if len(has_biases) != 1:
             continue
         up_sizes = tuple(children[name].out_features for name in ups)
+        if epilogue.is_gated and len(ups) == 1:
+            up_sizes = (up_sizes[0] // 2,) * 2
         up = make_linear(LinearConfig(first.in_features, up_sizes, first.bias is not None))
         last_config = LinearConfig(last.in_features, (last.out_features,), last.bias is not None)
         down_method = make_linear(last_config)

@@ -205,6 +205,22 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     return sums, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
+# Where packed weights are made dense, one after the other: as large as the largest one needs.
+_dense_workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def reserve_dense(device: torch.device, dtype: torch.dtype, numel: int) -> None:
+    """See that there is room for a dense weight of so many elements; not while steps run."""
+    present = _dense_workspaces.get((device, dtype))
+    if present is None or present.numel() < numel:
+        _dense_workspaces[device, dtype] = torch.empty(numel, dtype=dtype, device=device)
+
+
+def dense_workspace(device: torch.device, dtype: torch.dtype, num_rows: int, size: int) -> Tensor:
+    """[num_rows, size], for which room was reserved, until another weight is made dense."""
+    return _dense_workspaces[device, dtype][: num_rows * size].view(num_rows, size)
+
+
 def launch_dense(
     x: Tensor | RoundedInputs,
     weight: Tensor,

@@ -14,6 +14,7 @@ the product with many tokens costs more.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
@@ -31,9 +32,11 @@ from octavo.ops.cuda.linear import (
     _descriptor,
     _is_hopper,
     _workspace,
+    dense_workspace,
     launch_dense,
     linear,
     linear_partial,
+    reserve_dense,
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
@@ -240,7 +243,7 @@ def _num_sms(device: torch.device) -> int:
 class QuantizedCudaLinear:
     """Owns W as StoredWeight has it."""
 
-    keeps_weight = True
+    keeps_weight = False
 
     def __init__(
         self,
@@ -282,7 +285,7 @@ class QuantizedCudaLinear:
         takes_one = self._scales is not None and dtype == torch.bfloat16
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
         self._is_in_ring = is_chained and takes_one and has_whole_pieces
-        _reserve(stored, dtype)
+        reserve_dense(stored.weight.device, dtype, math.prod(stored.shape))
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
@@ -485,10 +488,9 @@ class QuantizedCudaLinear:
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
         """W, until another weight is dequantized."""
-        num_rows, size = self._stored.shape
-        dense = _workspaces[self._stored.weight.device, dtype][: num_rows * size]
-        dequantize(self._stored, dense.view(num_rows, size))
-        return dense.view(num_rows, size)
+        dense = dense_workspace(self._stored.weight.device, dtype, *self._stored.shape)
+        dequantize(self._stored, dense)
+        return dense
 
     def _multiply_rounded(
         self,
@@ -589,17 +591,6 @@ class Copies:
         if num_tokens not in self._rounded:
             self._rounded[num_tokens] = round_inputs(self.inputs(num_tokens, dtype), rounding)
         return self._rounded[num_tokens]
-
-
-# Where weights are dequantized, one after the other: as large as the largest one needs.
-_workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-
-def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
-    device, numel = stored.weight.device, stored.shape[0] * stored.shape[1]
-    present = _workspaces.get((device, dtype))
-    if present is None or present.numel() < numel:
-        _workspaces[device, dtype] = torch.empty(numel, dtype=dtype, device=device)
 
 
 def make_kernel(

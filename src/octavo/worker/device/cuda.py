@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,8 @@ class CudaDevice(Device):
         """See Device.plan_memory: only whether the weights fit."""
         total = self.total_memory(demand.config)
         kept = demand.model_config.kept_by(self.weight_kernels(demand.dtype))
-        weights = kept.least_weight_bytes(demand.dtype.itemsize)
+        loading = replace(kept, dense_weights="bfloat16")  # weights are packed once all are there
+        weights = max(each.least_weight_bytes(demand.dtype.itemsize) for each in (kept, loading))
         if weights > total:
             raise OutOfMemory(
                 f"the weights take {format_bytes(weights)} in {demand.dtype}, but this process may "
