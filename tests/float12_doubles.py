@@ -17,6 +17,16 @@ from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 
 
+class Exact(NamedTuple):
+    """Stands for a Float12Weight that has lost nothing."""
+
+    dense: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.dense.shape
+
+
 class Tiles(NamedTuple):
     splits: int
 
@@ -126,8 +136,12 @@ def is_aligned(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
+def unpacked(weight: Float12Weight) -> Tensor:
+    return unpack_float12(weight, torch.float32)
+
+
 def _product(x: Tensor, weight: Float12Weight, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    dense = unpack_float12(weight, torch.float32)
+    dense = weight.dense.float() if isinstance(weight, Exact) else unpacked(weight)
     return apply_epilogue(
         F.linear(x.float(), dense, None if bias is None else bias.float()), epilogue
     )

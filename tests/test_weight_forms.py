@@ -15,13 +15,21 @@ from octavo import LLM
 from octavo.config import EngineConfig, make_config
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.linear import QuantizedLinear
+from octavo.models.config import ModelConfig
 from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cpu.int8 import Int8Linear, has_int8_product
 from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+from octavo.parallel import Shard
 from octavo.simulation.config import SimulationConfig
-from octavo.weight_forms import Estimate, choose_quantization, describe_dequantized
+from octavo.weight_forms import (
+    Estimate,
+    choose_quantization,
+    describe_dequantized,
+    describe_float12,
+    with_dense_weights,
+)
 from octavo.worker import worker
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cuda import CudaDevice
@@ -225,3 +233,90 @@ def test_the_option_is_checked() -> None:
     assert EngineConfig("demo", quantization="auto").quantization == "auto"
     with pytest.raises(ConfigError, match="'none' is not one of auto, fp8, int8, int4"):
         replace(EngineConfig("demo"), quantization="none")  # type: ignore[arg-type]
+
+
+def in_float12(name: str, quantization: str | None = None) -> tuple[ModelConfig, ModelConfig]:
+    """A model on a Hopper GPU, and the same with weights in 12 bits."""
+    model = read_model_config(ROOT / "benchmarks/configs" / name)
+    if quantization is not None:
+        model = quantized_on_load(model, quantization)  # type: ignore[arg-type]
+    model = model.kept_by("hopper")
+    return model, with_dense_weights(model, "float12", "bfloat16", "hopper", "a GPU")
+
+
+def test_weights_in_12_bits_take_three_quarters() -> None:
+    """But for the token embeddings; scales are 4 bytes for each output."""
+    plain, packed = in_float12("llama-3-8b")
+    table = 2 * 128256 * 4096
+    read, packed_read = (each.read_bytes(2) for each in (plain, packed))
+    assert packed_read[0] / read[0] == pytest.approx(0.75, rel=1e-3)
+    saved = plain.least_weight_bytes(2) - packed.least_weight_bytes(2)
+    assert saved == read[0] - packed_read[0]
+    assert saved == pytest.approx((plain.least_weight_bytes(2) - table) / 4, rel=2e-2)
+    assert "of the weights, in 129 projections; before they" in (describe_float12(packed, 2) or "")
+    assert describe_float12(plain, 2) is None
+    half = packed.sharded(Shard(0, 2))
+    assert half.read_bytes(2)[0] * 2 == pytest.approx(packed_read[0], rel=1e-3)
+
+
+def test_a_tied_head_is_packed_beside_the_table() -> None:
+    plain, packed = in_float12("qwen3-0.6b")
+    assert plain.tied_embeddings
+    copy = packed.float12_copy_bytes
+    assert copy == 151936 * 1024 * 3 // 2 + 4 * 151936
+    others = sum(each.float12_bytes for each in packed.float12_projections) - copy
+    dense = sum(2 * each.out_features * each.in_features for each in packed.projections()[:-1])
+    grown = packed.least_weight_bytes(2) - plain.least_weight_bytes(2)
+    assert grown == copy + others - dense
+    assert packed.read_bytes(2)[0] < plain.read_bytes(2)[0]
+    assert "beside the token embeddings that it is tied to" in (describe_float12(packed, 2) or "")
+
+
+def test_what_is_quantized_stays_so_beside_12_bits() -> None:
+    plain, packed = in_float12("llama-3-8b", "fp8")
+    assert packed.float12_projections == [packed.head]
+    saved = plain.least_weight_bytes(2) - packed.least_weight_bytes(2)
+    assert saved == 2 * 128256 * 4096 - packed.head.float12_bytes
+    plain, packed = in_float12("gpt-oss-20b-mxfp4")
+    assert len(packed.float12_projections) == 2 * 24 + 1, "attention and the head, no experts"
+    assert packed.read_bytes(2)[1] == plain.read_bytes(2)[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "message"),
+    [
+        ("float16", "hopper", "the model is computed in float16"),
+        ("float32", "none", "the model is computed in float32"),
+        ("bfloat16", "ampere", "on Hopper GPUs alone, not on NVIDIA X"),
+        ("bfloat16", "cpu", "on Hopper GPUs alone, not on NVIDIA X"),
+    ],
+)
+def test_12_bits_are_refused_where_nothing_computes_with_them(
+    dtype: str, kernels: WeightKernels, message: str
+) -> None:
+    model = read_model_config(LLAMA_8B)
+    assert with_dense_weights(model, "bfloat16", dtype, kernels, "NVIDIA X") is model
+    with pytest.raises(ConfigError, match=message) as caught:
+        with_dense_weights(model, "float12", dtype, kernels, "NVIDIA X")
+    assert caught.value.field == "dense_weights"
+
+
+def test_the_choice_of_auto_is_that_without_12_bits() -> None:
+    model = read_model_config(LLAMA_8B)
+    for gib in (20, 14):
+        config = make_config(LLAMA_8B, dense_weights="float12")
+        choice = choose_quantization(config, model, "bfloat16", int(gib * GIB), "hopper")
+        plain = make_config(LLAMA_8B)
+        assert choice == choose_quantization(plain, model, "bfloat16", int(gib * GIB), "hopper")
+
+
+def test_the_simulator_reads_fewer_bytes() -> None:
+    machines = [
+        SimulationConfig(str(LLAMA_8B), "h100", dense_weights=each).prepare()  # type: ignore[arg-type]
+        for each in ("bfloat16", "float12")
+    ]
+    plain, packed = (each.cost_model.size.weight_bytes for each in machines)
+    assert packed / plain == pytest.approx(0.75, rel=1e-3)
+    assert machines[1].capacity.num_blocks > machines[0].capacity.num_blocks
+    with pytest.raises(ConfigError, match="not on a100-80gb"):
+        SimulationConfig(str(LLAMA_8B), "a100-80gb", dense_weights="float12").prepare()

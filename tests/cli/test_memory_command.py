@@ -201,3 +201,17 @@ def test_the_memory_command_says_what_auto_takes_and_what_is_dequantized(octavo:
     run = octavo("memory", LLAMA_8B, *small[:2], "--device-memory", "4GiB", "--quantization=auto")
     assert re.search(r"of 4\.00 GiB, .* int4 takes 5\.\d\d GiB and does not fit", run.stderr)
     assert run.exit_code == 1
+
+
+def test_weights_in_12_bits(octavo: Octavo) -> None:
+    args = ("memory", LLAMA_8B, "--dense-weights", "float12")
+    values = json.loads(octavo(*args, "--gpu", "h200", "--json").stdout)
+    plain = json.loads(octavo(*args[:2], "--gpu", "h200", "--json").stdout)
+    assert (plain["dense_weights"], values["dense_weights"]) == ("bfloat16", "float12")
+    assert values["budget"]["weights"] < 0.8 * plain["budget"]["weights"]
+    assert values["auto"]["quantization"] == plain["auto"]["quantization"]
+    rates = [each["forms"][0]["tokens_per_second"]["1"] for each in (plain, values)]
+    assert rates[1] > 1.2 * rates[0]
+    assert "10.48 GiB of the weights, in 129 projections" in octavo(*args, "--gpu", "h200").stdout
+    assert "float12 on Hopper GPUs alone, not on this CPU (--gpu" in octavo(*args).stderr
+    assert "not on a100-80gb" in octavo(*args, "--gpu", "a100-80gb").stderr
