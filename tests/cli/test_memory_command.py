@@ -212,6 +212,6 @@ def test_weights_in_12_bits(octavo: Octavo) -> None:
     assert values["auto"]["quantization"] == plain["auto"]["quantization"]
     rates = [each["forms"][0]["tokens_per_second"]["1"] for each in (plain, values)]
     assert rates[1] > 1.2 * rates[0]
-    assert "10.48 GiB of the weights, in 129 projections" in octavo(*args, "--gpu", "h200").stdout
+    assert "10.49 GiB of the weights, in 129 projections" in octavo(*args, "--gpu", "h200").stdout
     assert "float12 on Hopper GPUs alone, not on this CPU (--gpu" in octavo(*args).stderr
     assert "not on a100-80gb" in octavo(*args, "--gpu", "a100-80gb").stderr
