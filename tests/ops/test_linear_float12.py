@@ -156,6 +156,8 @@ def test_one_token_is_normed_by_the_kernel(doubles: tuple[Make, Doubles]) -> Non
         (4096, (14340, 14340), False),  # a piece would have gates and ups
         (2888, (4096,), False),
         (4096, (255,), False),
+        (32768, (8192,), True),
+        (32832, (8192,), False),
         (4096, (256,), True),
     ],
 )

@@ -22,6 +22,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
 # What has no float12 form, or gains nothing by it (LinearConfig.takes_float12).
 FLOAT12_OUTPUTS, FLOAT12_INPUTS = 8, 64  # of a piece of W (ops/cuda/float12.py)
 FLOAT12_LEAST_OUTPUTS = 256
+FLOAT12_MOST_INPUTS = 1 << 15  # of one token, which lie in shared memory beside a ring of W
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +138,13 @@ class LinearConfig:
 
     @property
     def takes_float12(self) -> bool:
-        """Whether W has the shape of one that may be kept in 12 bits: whole pieces of inputs, whole
-        pieces of the outputs of each merged projection, such as gates and ups, and not just a few
-        outputs."""
+        """Whether W has the shape of one that may be kept in 12 bits: whole pieces of inputs, and
+        not too many; whole pieces of the outputs of each merged projection, such as gates and ups,
+        and not just a few outputs."""
         has_whole_parts = all(size % FLOAT12_OUTPUTS == 0 for size in self.out_sizes)
         return (
             self.in_features % FLOAT12_INPUTS == 0
+            and self.in_features <= FLOAT12_MOST_INPUTS
             and self.out_features >= FLOAT12_LEAST_OUTPUTS
             and (len(self.out_sizes) == 1 or has_whole_parts)
         )

@@ -22,6 +22,7 @@ from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarge
 from octavo.layers.config import (
     FLOAT12_INPUTS,
     FLOAT12_LEAST_OUTPUTS,
+    FLOAT12_MOST_INPUTS,
     FLOAT12_OUTPUTS,
     AttentionConfig,
 )
@@ -177,11 +178,12 @@ def _report_dense(model: CausalLM) -> None:
     left = [path for path, projection in projections if projection.stays_dense]
     if left:
         logger.warning(
-            "%d of %d projections stay in bfloat16 (float12 needs multiples of %d inputs, at least "
-            "%d outputs, of merged projections multiples of %d, and weights that are finite): %s",
+            "%d of %d projections stay in bfloat16 (float12 needs multiples of %d inputs, at most "
+            "%d, at least %d outputs, of merged projections multiples of %d, and weights that are finite): %s",
             len(left),
             len(projections),
             FLOAT12_INPUTS,
+            FLOAT12_MOST_INPUTS,
             FLOAT12_LEAST_OUTPUTS,
             FLOAT12_OUTPUTS,
             few(left),
