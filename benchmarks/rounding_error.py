@@ -1,6 +1,7 @@
 """What small numbers cost in accuracy: logits beside those of the same model in bfloat16.
 
-An FP8 KV cache, and weights that the option `quantization` rounds while they are loaded. The demo
+An FP8 KV cache, weights that the option `quantization` rounds while they are loaded, and weights in
+12 bits (`dense_weights`), with the kernels of bfloat16, so that nothing else differs. The demo
 model reads texts of its corpus that it was not trained on; models of random weights, those of
 logits_error.py, read random tokens with an FP8 KV cache. Everything else is the same. For each: the
 mean difference of the logits, in percent of their standard deviation; the KL divergence from the
@@ -26,15 +27,19 @@ from torch import Tensor
 
 from octavo.config import QuantizationName
 from octavo.engine.tokenizer import Tokenizer
+from octavo.layers.linear import PlainLinear
+from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model, load_weights
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops import KVScales
 from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda.float12 import pack_float12, unpack_float12
 from octavo_demo.corpus import documents, text_of
 
 KV = "KV in fp8"
+FLOAT12 = "float12"
 SKILLS = ("stories", "translation")
 NUM_TEXTS, TEXT_TOKENS = 32, 512
 NUM_SEEDS = 4
@@ -57,18 +62,23 @@ def compare(plain: Tensor, rounded: Tensor, ids: Tensor | None) -> dict[str, flo
 
 
 def demo_model(rounding: str, skill: str, device: torch.device, backend: str) -> dict[str, float]:
-    """The demo model on held-out documents of one kind; rounding: KV, or a `quantization`."""
+    """The demo model on held-out documents of one kind; rounding: KV, FLOAT12, or a
+    `quantization`."""
     directory = resolve_model("demo")
     tokenizer = Tokenizer.from_directory(directory)
     config = read_model_config(directory).with_max_model_len(TEXT_TOKENS)
 
-    def octavo(config: ModelConfig, scales: KVScales | None = None) -> Octavo:
+    def octavo(config: ModelConfig, scales: KVScales | None = None, packs: bool = False) -> Octavo:
         model = build_model(config, BF16, device, SingleRank())
         load_weights(model, config)
+        if packs:
+            _pass_through_float12(model)
         return Octavo(model, config, backend, 1, scales)
 
     if rounding == KV:
         other = octavo(config, KVScales())
+    elif rounding == FLOAT12:
+        other = octavo(config, packs=True)
     else:
         other = octavo(quantized_on_load(config, cast("QuantizationName", rounding)))
     plain, results = octavo(config), []
@@ -78,6 +88,15 @@ def demo_model(rounding: str, skill: str, device: torch.device, backend: str) ->
             each.forget()
         results.append(compare(plain.logits(ids[None])[0], other.logits(ids[None])[0], ids))
     return _mean(results)
+
+
+def _pass_through_float12(model: CausalLM) -> None:
+    """Round what would be kept in 12 bits; a tied head gets weights of its own."""
+    for module in model.modules():
+        if isinstance(module, PlainLinear) and module.config.takes_float12:
+            assert module.weight is not None, "before finalize"
+            rounded = unpack_float12(pack_float12(module.weight.detach()))
+            module.weight = torch.nn.Parameter(rounded, requires_grad=False)
 
 
 def random_weights(family: str, device: torch.device, backend: str) -> dict[str, float]:
@@ -106,7 +125,7 @@ def main() -> None:
     backend = "triton" if args.device == "cuda" else "cpu"
     found = {
         f"demo, {skill}, {rounding}": demo_model(rounding, skill, device, backend)
-        for rounding in (KV, *get_args(QuantizationName))
+        for rounding in (KV, FLOAT12, *get_args(QuantizationName))
         for skill in SKILLS
     }
     found |= {f"random {name}, {KV}": random_weights(name, device, backend) for name in FAMILIES}
