@@ -179,7 +179,8 @@ def _report_dense(model: CausalLM) -> None:
     if left:
         logger.warning(
             "%d of %d projections stay in bfloat16 (float12 needs multiples of %d inputs, at most "
-            "%d, at least %d outputs, of merged projections multiples of %d, and finite weights): %s",
+            "%d, at least %d outputs, of merged projections multiples of %d, and finite "
+            "weights): %s",
             len(left),
             len(projections),
             FLOAT12_INPUTS,
