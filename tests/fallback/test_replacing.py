@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fallback.shrunken import shrunken_config
+from octavo.layers import linear
 from octavo.layers.config import NormConfig
+from octavo.layers.linear import PlainLinear
 from octavo.models.config import ModelConfig
 from octavo.models.fallback import replacing
 from octavo.models.fallback.experts import GroupedExperts, group_experts
@@ -31,6 +34,7 @@ from octavo.models.loader import build_model, load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.linear import LinearKernel, TorchLinear
 
 CPU = torch.device("cpu")
 
@@ -230,6 +234,23 @@ def test_memory_is_counted_as_it_is_taken(tmp_path: Path) -> None:
         own = {id(each): each.numel() for each in model.parameters()}
         assert config.num_parameters() == pytest.approx(sum(own.values()), rel=0.02)
         assert isinstance(model.rest, PreTrainedModel)
+
+
+def test_nothing_keeps_the_memory_of_weights_that_kernels_have_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[weakref.ref[Any]] = []
+
+    def packed(weight: Tensor, *options: object, **named: object) -> LinearKernel:
+        given.append(weakref.ref(weight.untyped_storage()))
+        kernel = TorchLinear(weight.clone())
+        kernel.keeps_weight = False
+        return kernel
+
+    monkeypatch.setattr(linear, "make_linear_kernel", packed)
+    model = load(tmp_path, "llama", tie_word_embeddings=False)
+    assert len(given) == len([each for each in model.modules() if isinstance(each, PlainLinear)])
+    assert not any(each() is not None for each in given)
 
 
 def test_logits_are_those_of_transformers_head(tmp_path: Path) -> None:

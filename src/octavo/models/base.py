@@ -63,7 +63,8 @@ class CausalLM(nn.Module):
     attention_layers: list[LayerSpec]
     embedding: Embedding
     head: LMHead
-    checkpoint: Checkpoint | None = None  # None: as the family's WeightNames say
+    checkpoint: Checkpoint | None = None
+    """None: as the family's WeightNames say, or weights are loaded."""
     num_hit_experts: Tensor | None = None
     """int64 [1] on the device: of all mixtures of experts, how many experts were computed, added up
     over their steps; None: there is no mixture."""

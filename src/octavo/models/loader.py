@@ -72,6 +72,7 @@ def load_model(
         fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
+    model.checkpoint = None  # it would keep the memory of weights that are packed from here on
     freed = FreedMemory(device)
     for module in model.modules():
         if isinstance(module, WeightOwner):
