@@ -35,6 +35,8 @@ from octavo.engine.local_client import LocalClient
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
+from octavo.layers.config import FLOAT12_TOKENS
+from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
 DTYPE_BYTES = 2
@@ -74,6 +76,7 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--no-float12-head", action="store_true", help="no copy of the head")
     parser.add_argument(
         "--model-impl",
         nargs="*",
@@ -112,6 +115,7 @@ def main() -> None:
             max_num_batched_tokens=8192,
             enable_prefix_caching=False,
             overlap=not arguments.no_overlap,
+            float12_head=not arguments.no_float12_head,
             swap_space=0,
             tensor_parallel_size=size,
             kv_cache_dtype=arguments.kv_cache_dtype,
@@ -128,7 +132,7 @@ def main() -> None:
             )
             wall = statistics.fmean(walls)
             hit, expected = experts_per_layer(engine, batch, num_hit)
-            num_bytes = weight_bytes(engine, hit)
+            num_bytes = weight_bytes(engine, batch, hit)
             num_bytes += batch * kv_bytes_read(engine, arguments.context)
             share = num_bytes / bandwidth / wall
             details = [each for each in (model_impl, quantization) if each not in ("auto", "none")]
@@ -174,12 +178,14 @@ def experts_per_layer(engine: Engine, batch: int, num_hit: float) -> tuple[float
     return num_hit / num_layers, expected / num_layers
 
 
-def weight_bytes(engine: Engine, hit: float) -> float:
-    """Bytes of weights that a step without encoder inputs reads, with so many experts of a layer
-    hit."""
+def weight_bytes(engine: Engine, batch: int, hit: float) -> float:
+    """Bytes of weights that a step of so many sequences without encoder inputs reads, with so many
+    experts of a layer hit."""
     model = engine.model_config
     dense, experts = model.read_bytes(DTYPE_BYTES)
     num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
+    if batch <= FLOAT12_TOKENS:
+        num_bytes -= ModelSize.of(model, "bfloat16").copy_saves
     if not experts:
         return num_bytes
     mixtures = model.mixtures()

@@ -24,7 +24,7 @@ from typing import Any
 import step_profile
 import torch
 from decode_step import kv_bytes_read, step_times, weight_bytes
-from gpu_harness import config_directory, copy_bandwidth, make_engine, report
+from gpu_harness import copy_bandwidth, make_engine, report
 from throughput import run_all, trace
 
 from octavo.core.step import StepPlan, StepResult
@@ -35,7 +35,6 @@ from octavo.executor.ranks import RankGroup
 from octavo.registry import MEMORY_POLICIES
 from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import GPUS
-from octavo.simulation.models import find_model
 from octavo.simulation.step_shape import StepShape
 
 CONTEXT = 1024
@@ -109,8 +108,8 @@ def decode_row(
     profile = arguments.profile and f"{arguments.profile}.{arguments.model}.{arguments.size}"
     walls, device, _, _ = step_times(engine, batch, 0.0, profile, CONTEXT)
     wall = statistics.fmean(walls)
-    num_bytes = weight_bytes(engine, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
-    size = ModelSize.of(find_model(str(config_directory(arguments.model))), "bfloat16")
+    num_bytes = weight_bytes(engine, batch, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
+    size = ModelSize.of(engine.model_config, "bfloat16")
     shape = StepShape(batch, batch, batch, batch * CONTEXT, 0, num_requests=batch)
     cost = CostModel(size, GPUS[arguments.gpu], arguments.size)
     row = {

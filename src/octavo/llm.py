@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from os import PathLike
 from typing import Any, TypeVar, cast
@@ -466,8 +467,9 @@ def load_engine(config: EngineConfig) -> Engine:
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     executor = make_executor(config, _quantized(model_config, config.quantization))
-    # With the choice of "auto", which the workers have made.
+    # With what the workers have chosen for the device.
     model_config = _quantized(model_config, executor.config.quantization)
+    model_config = replace(model_config, float12_head=executor.config.float12_head)
     return Engine(executor.config, model_config, executor)
 
 

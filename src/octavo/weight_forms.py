@@ -14,7 +14,7 @@ loader cannot quantize.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
@@ -160,6 +160,22 @@ def choose_quantization(
     if len(texts) == 1 and rooms[chosen] < NEARLY * wanted:
         reason += ", but the device would dequantize other forms"
     return Choice(chosen, reason)
+
+
+def with_float12_head(
+    model_config: ModelConfig, is_asked: bool, dtype: str, kernels: WeightKernels
+) -> ModelConfig:
+    """The same model with a copy of its head in 12 bits, if that is asked for and the device has
+    kernels for it.
+
+    Args:
+        model_config: the whole model, or a device's shard.
+        is_asked: EngineConfig.float12_head.
+        dtype: what it is computed in.
+        kernels: of the device.
+    """
+    is_there = is_asked and dtype == "bfloat16" and kernels == "hopper"
+    return replace(model_config, float12_head=is_there)
 
 
 def _bytes(

@@ -91,7 +91,7 @@ def test_a_mixture_of_experts_is_priced_by_what_its_tokens_take() -> None:
     assert size.token_flops == pytest.approx(2 * 2.7e9, rel=0.02)
     assert size.expert_bytes == pytest.approx(2 * 29e9, rel=0.01)
     # 51.6 of 128 experts for 8 tokens (RoutingConfig.expected_distinct).
-    read = size.read_bytes(8) - size.weight_bytes
+    read = size.read_bytes(8, 8) - size.weight_bytes
     assert read == pytest.approx(size.expert_bytes * 51.6 / 128, rel=0.01)
 
 

@@ -23,7 +23,13 @@ from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import GPU, find_gpu
 from octavo.simulation.step_shape import StepShape
-from octavo.weight_forms import Choice, Estimate, choose_quantization, describe_dequantized
+from octavo.weight_forms import (
+    Choice,
+    Estimate,
+    choose_quantization,
+    describe_dequantized,
+    with_float12_head,
+)
 
 DEFAULT_LENGTHS = "512,2048,8192"
 GPU_SHARE = 0.9  # of a GPU's memory, as gpu_memory_utilization has it
@@ -54,6 +60,7 @@ BATCHES = (1, 64, 256)
 @engine_options(
     "dtype",
     "quantization",
+    "float12_head",
     "max_model_len",
     "block_size",
     "num_blocks",
@@ -120,7 +127,7 @@ class Machine:
     """A model, the engine's options, and what may be taken of each device."""
 
     config: EngineConfig
-    model_config: ModelConfig  # as its files have it
+    model_config: ModelConfig  # as its files have it, and the device its head
     dtype: str
     total: int  # bytes
     kernels: WeightKernels
@@ -149,6 +156,7 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
+        model_config = with_float12_head(model_config, config.float12_head, dtype, kernels)
         return cls(config, model_config, dtype, total, kernels)
 
     def choose(self) -> Choice | None:
@@ -234,6 +242,7 @@ class Budget:
         self._size = config.tensor_parallel_size
         self._shape, self._budget, self._estimate = estimate.shape, estimate.budget, estimate
         self._expert_bytes = estimate.model.read_bytes(DTYPE_BYTES[dtype])[1]
+        self._copy_bytes = estimate.model.head.float12_bytes
         self.weight_bytes = estimate.fixed.weights
         self.note = note
 
@@ -290,6 +299,9 @@ class Budget:
         if self._expert_bytes:
             size = format_bytes(self._expert_bytes)
             rows.insert(0, ("experts", f"{size} of the weights"))
+        if self._copy_bytes:
+            size = format_bytes(self._copy_bytes)
+            rows.insert(0, ("float12 head", f"{size} of the weights: a copy for up to 64 tokens"))
         if self.note is not None:
             rows.insert(0, ("dequantized", self.note))
         for length in lengths:
@@ -345,6 +357,7 @@ class Budget:
             "parameters": self._model_config.num_parameters(),
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
+            "float12_head_bytes": self._copy_bytes,
             "dtype": self._dtype,
             "dequantized": self.note,
             "kv_cache_dtype": self._kv_dtype,

@@ -77,7 +77,8 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     own = replace(config, owns_process=True)
     worker = Worker(own, start.model_config, device, communicator)
     capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size, device.name)
-    config = replace(config, quantization=worker.config.quantization)
+    made = worker.config
+    config = replace(config, quantization=made.quantization, float12_head=made.float12_head)
     return Ready(config, device.is_asynchronous, capacity), worker.runner.submit
 
 

@@ -20,6 +20,12 @@ PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
 
+# Of a copy of W in 12 bits (ops/cuda/float12.py): the outputs and inputs of one of its pieces, and
+# how many tokens are multiplied by it.
+FLOAT12_OUTPUTS, FLOAT12_INPUTS = 8, 64
+FLOAT12_TOKENS = 64
+FLOAT12_LEAST_SIZE = 1 << 24  # of W, in weights: reading less takes a few microseconds
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
@@ -103,10 +109,27 @@ class LinearConfig:
     out_shards: tuple[Shard, ...] = ()
     in_shard: Shard = WHOLE
     padding: int = 0  # added to the whole projection, so that ranks have equal parts
+    # Beside W in bfloat16, a Hopper GPU has a copy in 12 bits, which few tokens are multiplied by.
+    float12_copy: bool = False
 
     @property
     def out_features(self) -> int:
         return sum(self.out_sizes)
+
+    def with_float12_copy(self) -> LinearConfig:
+        """The same projection with a copy in 12 bits, if W has whole pieces of inputs, and is so
+        large that a copy is worth its memory."""
+        size = self.out_features * self.in_features
+        takes_it = self.in_features % FLOAT12_INPUTS == 0 and size >= FLOAT12_LEAST_SIZE
+        return replace(self, float12_copy=takes_it)
+
+    @property
+    def float12_bytes(self) -> int:
+        """What the copy takes, with a scale in float32 for each output; 0: there is none."""
+        if not self.float12_copy:
+            return 0
+        num_rows = -(-self.out_features // FLOAT12_OUTPUTS) * FLOAT12_OUTPUTS
+        return num_rows * self.in_features * 3 // 2 + 4 * self.out_features
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:

@@ -205,7 +205,7 @@ class PlainLinear(Projection):
         """
         assert self.weight is not None, "finalize is called once"
         weight = self.weight.detach()
-        self._compute_with(make_linear_kernel(weight, self.is_chained))
+        self._compute_with(make_linear_kernel(weight, self.is_chained, self.config.float12_copy))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -217,7 +217,7 @@ class RoundedLinear(PlainLinear):
     def finalize(self) -> None:
         """See PlainLinear.finalize."""
         assert self.weight is not None, "finalize is called once"
-        self._compute_with(make_rounding_kernel(self.weight.detach()))
+        self._compute_with(make_rounding_kernel(self.weight.detach(), self.config.float12_copy))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -245,7 +245,8 @@ class QuantizedLinear(Projection):
         kernel = None if form is None else make_quantized_kernel(form, dtype, self.is_chained)
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
-            kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))
+            weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+            kernel = make_linear_kernel(weight, float12_copy=self.config.float12_copy)
         self._compute_with(kernel)
         self._rounding_kernel = kernel if isinstance(kernel, RoundingKernel) else None
         for slot in self._slots:

@@ -183,6 +183,8 @@ class ModelDescription:
     tied_embeddings: bool = False
     head_bias: bool = False
     head_method: str = "plain"  # the linear method of the head
+    # Whether the head has a copy in 12 bits (LinearConfig), if its shape takes it.
+    float12_head: bool = False
     logits_bias: bool = False  # a bias of the logits that is no part of the head's weights
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
@@ -266,7 +268,7 @@ class ModelDescription:
     def head(self) -> LinearConfig:
         """From the final hidden states to logits of this rank's part of the vocabulary."""
         rows = self.shard.padded(self.vocab_size)
-        return LinearConfig(
+        head = LinearConfig(
             self.embedding_size or self.hidden_size,
             (rows,),
             self.head_bias,
@@ -275,6 +277,7 @@ class ModelDescription:
             out_shards=(self.shard,),
             padding=rows * self.shard.size - self.vocab_size,
         )
+        return head.with_float12_copy() if self.float12_head else head
 
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
@@ -434,12 +437,15 @@ class ModelConfig(ModelDescription):
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
-        device keeps (`kept_by`), unless merged projections differ in their form."""
-        return self.weight_bytes(dtype_bytes) - sum(self._saved_bytes(dtype_bytes))
+        device keeps (`kept_by`), unless merged projections differ in their form. The head, counted
+        as if it were not quantized, may have a copy."""
+        saved = sum(self._saved_bytes(dtype_bytes))
+        return self.weight_bytes(dtype_bytes) - saved + self.head.float12_bytes
 
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose
-        from, where quantized weights stay quantized as in `least_weight_bytes`."""
+        from, where quantized weights stay quantized as in `least_weight_bytes`. Of the head it is
+        the weight, rather than a copy."""
         experts = self.num_expert_parameters()
         dense = self.num_parameters() - self.num_lookup_parameters() - experts
         saved, saved_experts = self._saved_bytes(dtype_bytes)

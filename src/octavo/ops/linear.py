@@ -10,7 +10,8 @@ core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 6
   F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
 Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
 
-On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS.
+On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS. The head's
+may have a copy in 12 bits beside it (cuda/linear_copied.py).
 """
 
 from __future__ import annotations
@@ -102,13 +103,26 @@ class TorchLinear:
         return F.linear(x, self._weight, bias)
 
 
-def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel:
+def make_linear_kernel(
+    weight: Tensor, is_chained: bool = False, float12_copy: bool = False
+) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] on its device.
 
-    is_chained: of one token, nothing but attention or experts comes between this product and other
-        such ones.
+    Args:
+        weight: W, in the model's dtype.
+        is_chained: of one token, nothing but attention or experts comes between this product and
+            other such ones.
+        float12_copy: few tokens are multiplied by a copy of W in 12 bits, if W has that form; only
+            asked for on Hopper GPUs, and without a meaning on a CPU.
     """
     if weight.device.type == "cuda":
+        if float12_copy:
+            from octavo.ops.cuda.float12 import takes_float12
+
+            if takes_float12(weight):
+                from octavo.ops.cuda.linear_copied import CopiedLinear
+
+                return CopiedLinear(weight)
         from octavo.ops.cuda.linear import CudaLinear
 
         return CudaLinear(weight, is_chained)
@@ -119,10 +133,14 @@ def make_linear_kernel(weight: Tensor, is_chained: bool = False) -> LinearKernel
     return onednn.OneDnnLinear(weight) if onednn.can_pack(weight) else TorchLinear(weight)
 
 
-def make_rounding_kernel(weight: Tensor) -> LinearKernel:
+def make_rounding_kernel(weight: Tensor, float12_copy: bool = False) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] that may be rounded to int8, and inputs
-    that may be, too: that is done on a CPU that has such products. Results may be in float32."""
-    return int8.make_rounding_kernel(weight) or make_linear_kernel(weight)
+    that may be, too: that is done on a CPU that has such products. Results may be in float32.
+
+    float12_copy: see make_linear_kernel.
+    """
+    kernel = int8.make_rounding_kernel(weight)
+    return kernel or make_linear_kernel(weight, float12_copy=float12_copy)
 
 
 def make_quantized_kernel(

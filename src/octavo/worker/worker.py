@@ -21,7 +21,7 @@ from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
-from octavo.weight_forms import choose_quantization, describe_dequantized
+from octavo.weight_forms import choose_quantization, describe_dequantized, with_float12_head
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
@@ -56,9 +56,13 @@ class Worker:
         self._communicator = communicator
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        kernels, dtype_name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
+        model_config = with_float12_head(model_config, config.float12_head, dtype_name, kernels)
+        config = replace(config, float12_head=model_config.float12_head)
         if config.quantization == "auto":
             config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
-        self.config = config  # with the quantization that "auto" stands for
+        # With the quantization that "auto" stands for, and whether the head has a copy.
+        self.config = config
         model_config = model_config.sharded(communicator.shard)
         _warn_of_dequantized(config, model_config, dtype, device)
         backend_class = device.resolve_backend(config.attention_backend)

@@ -157,8 +157,10 @@ class Rotary(nn.Module):
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
 
-def replace_modules(built: Built, dtype: torch.dtype) -> Owners:
+def replace_modules(built: Built, dtype: torch.dtype, float12_head: bool = False) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
+
+    float12_head: see ModelDescription.
 
     Returns:
         The layers that own weights.
@@ -166,14 +168,14 @@ def replace_modules(built: Built, dtype: torch.dtype) -> Owners:
     owners: Owners = []
     _replace_norms(built, dtype, owners)
     _replace_feed_forward(built, owners)
-    _replace_linears(built, dtype, owners)
+    _replace_linears(built, dtype, float12_head, owners)
     return owners
 
 
 # ---------------------------------------------------------------- projections
 
 
-def _replace_linears(built: Built, dtype: torch.dtype, owners: Owners) -> None:
+def _replace_linears(built: Built, dtype: torch.dtype, float12_head: bool, owners: Owners) -> None:
     found, paths, model = built.recording.linears, built.paths, built.model
     parents = {child: module for module in model.modules() for child in module.children()}
     groups: dict[object, list[nn.Linear]] = {}
@@ -194,7 +196,9 @@ def _replace_linears(built: Built, dtype: torch.dtype, owners: Owners) -> None:
         names = tuple(paths[each] for each in linears)
         sizes = tuple(each.out_features for each in linears)
         first = linears[0]
-        method = make_linear(LinearConfig(first.in_features, sizes, first.bias is not None))
+        config = LinearConfig(first.in_features, sizes, first.bias is not None)
+        is_copied = float12_head and first is head
+        method = make_linear(config.with_float12_copy() if is_copied else config)
         owners.append((method, names))
         if len(linears) == 1:
             _put(model, names[0], Projection(method, first))
