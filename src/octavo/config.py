@@ -221,10 +221,11 @@ class EngineConfig:
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
     float12_head: bool = True
-    """On a Hopper GPU, a model in bfloat16 has a copy of its head's weight in 12 bits beside it:
-    three quarters of its bytes of memory more, and products with up to 64 tokens, which read the
-    copy, take 20 to 25% less time. Weights of at least 2^-14 of their row's largest are the same in
-    it; smaller ones are off by 2^-22 of that at most. Other devices and dtypes have no copy."""
+    """On a Hopper GPU, the head of a model in bfloat16 has a copy in 12 bits beside its weight. It
+    takes three quarters of the weight's memory, and logits of up to 64 tokens, which are computed
+    from it, take 20 to 25% less time. Weights of at least 2^-14 of their row's largest are the same
+    in it, and others off by 2^-22 of that at most. Without an effect on other devices and
+    dtypes."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

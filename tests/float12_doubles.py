@@ -1,0 +1,58 @@
+"""A copy in 12 bits on a CPU: a double of its kernel, and kernels that are made as on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.layers import linear as layers_linear
+from octavo.ops.cuda.float12 import Float12Weight, pack_float12, takes_float12, unpack_float12
+from octavo.ops.linear import LinearKernel, TorchLinear
+from octavo.worker.device.cpu import CpuDevice
+
+MOST_TOKENS = 64
+
+
+class Hopper:
+    """Makes projections as a Hopper GPU has them, with a copy of any size of head."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[int] = []  # numbers of tokens that were multiplied by a copy
+        self.rounds = False  # heads have no copy, and the weight that would be read from it
+        package = "octavo.ops.cuda"
+        kernel: Any = ModuleType(f"{package}.linear_hopper_float12")
+        kernel.MOST_TOKENS, kernel.linear_float12 = MOST_TOKENS, self._multiply
+        monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+        name = f"{package}.linear_copied"
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = import_module(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        self.kernel: type = module.CopiedLinear
+        monkeypatch.setattr("octavo.layers.config.FLOAT12_LEAST_SIZE", 1)
+        monkeypatch.setattr(layers_linear, "make_linear_kernel", self._make)
+        monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args: None)
+        monkeypatch.setattr(CpuDevice, "weight_kernels", lambda *args: "hopper")
+
+    def _make(
+        self, weight: Tensor, is_chained: bool = False, float12_copy: bool = False
+    ) -> LinearKernel:
+        if not (float12_copy and takes_float12(weight)):
+            return TorchLinear(weight)
+        if self.rounds:
+            return TorchLinear(unpack_float12(pack_float12(weight)))
+        kernel: LinearKernel = self.kernel(weight)
+        return kernel
+
+    def _multiply(self, x: Tensor, weight: Float12Weight, bias: Tensor | None) -> Tensor:
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert 1 <= len(x) <= MOST_TOKENS
+        self.calls.append(len(x))
+        return F.linear(x, unpack_float12(weight), bias)

@@ -1,0 +1,246 @@
+"""Heads with a copy in 12 bits for few tokens: on a CPU by a double of the kernel, and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import model_zoo
+from float12_doubles import MOST_TOKENS, Hopper
+from octavo import LLM, SamplingParams
+from octavo.layers.config import FLOAT12_TOKENS, LinearConfig
+from octavo.layers.linear import Projection
+from octavo.models.base import CausalLM
+from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
+from octavo.ops.epilogue import Epilogue
+from octavo.parallel import Shard
+from octavo.weight_forms import with_float12_head
+
+PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 90)]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Hopper:
+    return Hopper(monkeypatch)
+
+
+def load(directory: Path | str, **options: Any) -> LLM:
+    return LLM(str(directory), **{"dtype": "bfloat16", "num_blocks": 200, **options})
+
+
+def kernels(llm: LLM) -> list[object]:
+    """Of all projections."""
+    executor: Any = llm.engine.executor
+    model: nn.Module = executor._worker.runner._model
+    return [each._kernel for each in model.modules() if isinstance(each, Projection)]
+
+
+def results(llm: LLM) -> tuple[list[list[int]], list[float]]:
+    """Greedy tokens, and their log-probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    outputs = [each.outputs[0] for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+    scores = [position.logprob for each in outputs for position in each.logprobs or ()]
+    return [list(each.token_ids) for each in outputs], scores
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("llama3", {"tie_word_embeddings": False}, {}),
+        ("llama3", {"tie_word_embeddings": True}, {}),
+        ("llama3", {"tie_word_embeddings": False}, {"model_impl": "transformers"}),
+        ("llama3", {"tie_word_embeddings": True}, {"model_impl": "transformers"}),
+        ("llama3", {"tie_word_embeddings": False}, {"quantization": "fp8"}),
+        ("gemma2", {}, {}),  # soft caps
+        ("phimoe", {}, {}),  # a bias
+        ("bart", {"d_model": 64}, {}),  # a bias of the logits
+    ],
+)
+def test_tokens_are_those_of_the_rounded_head(
+    hopper: Hopper, name: str, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = sizes if name == "bart" else {"hidden_size": 64, **sizes}
+    directory = model_zoo.write_model(name, tmp_path / "model", **sizes)
+    with load(directory, **options) as llm:
+        assert llm.engine.config.float12_head
+        assert llm.engine.model_config.head.float12_copy
+        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1, "the head's"
+        found = results(llm)
+    assert hopper.calls
+    hopper.rounds = True
+    with load(directory, **options) as llm:
+        assert found == results(llm)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_that_a_quantizer_left_alone_has_a_copy(
+    hopper: Hopper, is_tied: bool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "quantized" / "fp8_channel", directory)
+    if not is_tied:
+        config = json.loads((directory / "config.json").read_text())
+        changed = config | {"tie_word_embeddings": False}
+        (directory / "config.json").write_text(json.dumps(changed))
+        tensors = load_file(directory / "model.safetensors")
+        table = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = table.flip(0).contiguous()
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with load(directory) as llm:
+        assert llm.engine.model_config.head.method == ("plain" if is_tied else "quantized")
+        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1
+
+
+@pytest.mark.parametrize("options", [{"float12_head": False}, {"dtype": "float32"}])
+def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path) -> None:
+    directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
+    with load(directory, **options) as llm:
+        assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
+        assert not llm.engine.config.float12_head
+        assert not llm.engine.model_config.head.float12_copy
+        weights = llm.engine.executor.capacity.budget.weights
+    with load(directory, **{"float12_head": True, "dtype": "bfloat16"}) as llm:
+        size = llm.engine.model_config.head.float12_bytes
+        if "dtype" not in options:
+            assert llm.engine.executor.capacity.budget.weights == weights + size > weights
+
+
+def test_other_devices_ignore_the_option() -> None:
+    with load("demo") as llm:
+        assert not llm.engine.config.float12_head
+
+
+def test_a_head_that_is_not_finite_has_no_copy(hopper: Hopper, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "tie_word_embeddings": False}
+    directory = model_zoo.write_model("llama3", tmp_path / "model", **sizes)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][3, 5] = -torch.inf
+    save_file(tensors, path, {"format": "pt"})
+    with load(directory) as llm:
+        assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
+
+
+def operands(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(num_tokens)
+    x, weight, bias = torch.randn(num_tokens, 192), torch.randn(40, 192), torch.randn(40)
+    weight[:, ::3] *= 1e-5  # which the copy rounds
+    return x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, MOST_TOKENS, MOST_TOKENS + 1, 200])
+def test_few_tokens_are_multiplied_by_the_copy(
+    hopper: Hopper, num_tokens: int, has_bias: bool
+) -> None:
+    x, weight, own_bias = operands(num_tokens)
+    bias = own_bias if has_bias else None
+    kernel = hopper.kernel(weight)
+    assert kernel.keeps_weight
+    is_few = num_tokens <= MOST_TOKENS
+    read = unpack_float12(pack_float12(weight)) if is_few else weight
+    assert not torch.equal(read, weight) or not is_few
+    assert torch.equal(kernel.apply(x, bias, Epilogue.NONE), F.linear(x, read, bias))
+    assert hopper.calls == [num_tokens] * is_few
+
+
+def test_what_the_kernel_does_not_take_is_multiplied_by_the_weight(hopper: Hopper) -> None:
+    x, weight, _ = operands(8)
+    kernel = hopper.kernel(weight)
+    wide = torch.randn(8, 200).bfloat16()
+    for given in (wide[:, :192], wide.flatten()[4 : 4 + 8 * 192].view(8, 192)):
+        assert torch.equal(kernel.apply(given, None, Epilogue.NONE), F.linear(given, weight))
+    activated = kernel.apply(x, None, Epilogue.RELU)
+    assert torch.equal(activated, F.linear(x, weight).relu())
+    assert torch.equal(kernel.apply_partial(x, None), F.linear(x, weight))
+    assert not hopper.calls
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(24, 64), (131, 192)])
+def test_bytes_of_a_copy(num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not LinearConfig(size, (num_rows,)).with_float12_copy().float12_copy, "small"
+    monkeypatch.setattr("octavo.layers.config.FLOAT12_LEAST_SIZE", num_rows * size)
+    config = LinearConfig(size, (num_rows,))
+    assert config.float12_bytes == 0
+    copied = config.with_float12_copy()
+    assert copied.float12_bytes == pack_float12(torch.ones(num_rows, size).bfloat16()).nbytes
+    assert not LinearConfig(size + 32, (num_rows,)).with_float12_copy().float12_copy
+    assert not LinearConfig(size, (num_rows - 1,)).with_float12_copy().float12_copy
+
+
+def test_ranks_have_copies_of_their_parts() -> None:
+    root = Path(__file__).parents[2]
+    config = read_model_config(root / "benchmarks/configs/llama-3-8b")
+    config = with_float12_head(config, True, "bfloat16", "hopper")
+    whole = config.head.float12_bytes
+    assert whole == 128_256 * (4096 * 3 // 2 + 4)
+    assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
+    table = config.weight_bytes(2)
+    assert config.least_weight_bytes(2) == table + whole
+    for kernels in ("ada", "ampere", "cpu", "none"):
+        assert not with_float12_head(config, True, "bfloat16", kernels).head.float12_copy  # type: ignore[arg-type]
+    assert not with_float12_head(config, True, "float16", "hopper").head.float12_copy
+    assert not with_float12_head(config, False, "bfloat16", "hopper").head.float12_copy
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    DEVICE = torch.device("cuda")
+    SIZES = (1 << 16, 256)  # of the smallest head that has a copy
+
+    def load(self, directory: Path, is_asked: bool, load_format: Any = "auto") -> CausalLM:
+        config = with_float12_head(read_model_config(directory), is_asked, "bfloat16", "hopper")
+        return load_model(config, torch.bfloat16, self.DEVICE, SingleRank(), load_format)
+
+    @pytest.fixture(autouse=True)
+    def hopper_gpu(self) -> None:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("a kernel for Hopper")
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        vocab_size, hidden_size = self.SIZES
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+        return model_zoo.write_model("llama3", tmp_path, tie_word_embeddings=True, **sizes)
+
+    def test_logits_of_few_and_of_many_tokens(self, directory: Path) -> None:
+        from octavo.ops.cuda.linear_hopper_float12 import MOST_TOKENS
+
+        from octavo.ops.cuda.linear import CudaLinear
+        from octavo.ops.cuda.linear_copied import CopiedLinear
+
+        assert MOST_TOKENS == FLOAT12_TOKENS
+        start = torch.cuda.memory_allocated()
+        plain, middle = self.load(directory, False), torch.cuda.memory_allocated()
+        copied, end = self.load(directory, True), torch.cuda.memory_allocated()
+        assert type(plain.head.linear._kernel) is CudaLinear
+        assert type(copied.head.linear._kernel) is CopiedLinear
+        expected = copied.head.linear.config.float12_bytes
+        assert end - middle - (middle - start) == pytest.approx(expected, rel=0.02)
+        for num_tokens in (1, 2, 7, 16, 33, 64, 65, 300):
+            hidden = torch.randn(num_tokens, self.SIZES[1], device=self.DEVICE).bfloat16()
+            wanted = F.linear(hidden.double(), plain.token_table.double())
+            for model in (plain, copied):
+                error = (model.logits(hidden).double() - wanted).norm() / wanted.norm()
+                assert error < 3e-3
+
+    def test_weights_that_are_not_finite(self, directory: Path) -> None:
+        from octavo.ops.cuda.linear import CudaLinear
+        from octavo.ops.linear import make_linear_kernel
+
+        weight = torch.zeros(self.SIZES, dtype=torch.bfloat16, device=self.DEVICE)
+        weight[-1, -1] = torch.inf
+        assert not takes_float12(weight)
+        assert type(make_linear_kernel(weight, float12_copy=True)) is CudaLinear
