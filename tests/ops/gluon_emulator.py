@@ -1,8 +1,8 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_gemv_packed.py, linear_ring.py, experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py
-and experts_one_float8.py use.
+linear_hopper_float12.py, linear_gemv_packed.py, linear_ring.py, experts_hopper.py,
+experts_mx_hopper.py, experts_one_mx.py and experts_one_float8.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
@@ -486,6 +486,9 @@ def _assembly(
             result = sources[0] >> sources[1]
         elif operation == "shl.b32":
             result = (sources[0] << sources[1]) & 0xFFFFFFFF
+        elif operation == "shf.l.wrap.b32":
+            shift = sources[2] & 31
+            result = ((sources[1] << shift) & 0xFFFFFFFF) | (sources[0] >> (32 - shift))
         elif operation == "and.b32":
             result = sources[0] & sources[1]
         elif operation == "mad.lo.u32":

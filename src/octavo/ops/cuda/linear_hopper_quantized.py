@@ -218,7 +218,13 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 @gluon.jit
 def joined_tiles(tiles, COUNT: gl.constexpr):
     """Shared memory [n, rows, columns] as [n / COUNT, COUNT * rows, columns]."""
-    SHAPE: gl.constexpr = [tiles.shape[0] // COUNT, COUNT * tiles.shape[1], tiles.shape[2]]
+    return tiles_of_rows(tiles, COUNT * tiles.shape[1])
+
+
+@gluon.jit
+def tiles_of_rows(tiles, ROWS: gl.constexpr):
+    """Shared memory [n, rows, columns] as [n * rows / ROWS, ROWS, columns]."""
+    SHAPE: gl.constexpr = [tiles.shape[0] * tiles.shape[1] // ROWS, ROWS, tiles.shape[2]]
     if _IS_PUBLIC:
         joined = tiles.reinterpret(tiles.dtype, SHAPE, tiles.layout)
     else:

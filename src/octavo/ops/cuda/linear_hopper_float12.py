@@ -1,0 +1,411 @@
+"""GEMM on Hopper of few tokens with W in 12 bits (float12.py), bound by reading W.
+
+As linear_hopper.py: one warp loads tiles of W and x by TMA, STAGES deep, and warpgroups multiply.
+These turn pieces of W into bfloat16 in the registers of the tensor cores' left operand, by four to
+five instructions for two weights. The powers of two of rows multiply the sums.
+
+A tile has 64 rows of the left operand for each warpgroup. With FOLD > 1 they are FOLD times fewer
+rows of W, with FOLD pieces of inputs each below each other; the right operand has the inputs of
+these pieces beside each other, and the diagonal of the products counts. So even a W of few rows
+keeps all SMs busy, without sums that programs would have to add up. A program may have HEIGHT
+tiles, which share inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from octavo.ops.cuda.float12 import (
+    EXPONENT,
+    MANTISSA,
+    PIECE_INPUTS,
+    PIECE_ROWS,
+    PIECE_WORDS,
+    Float12Weight,
+)
+from octavo.ops.cuda.linear_hopper import _fetch_tile, _finish, swizzled_descriptor
+from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
+from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.epilogue import Epilogue
+
+_MOST_TOKENS = 128
+_MOST_FOLDED = 16  # tokens: with more, folded tiles multiply more than they save
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_REGISTERS = 65536  # per SM
+_MOST_REGISTERS = 255  # of a thread
+_MOST_STAGES = 16
+_MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
+_MIN_ROWS = 1024
+_SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
+_TILE_PIECES = 8  # of a warpgroup
+
+_INPUTS = tl.constexpr(PIECE_INPUTS)
+_ROWS = tl.constexpr(PIECE_ROWS)
+_WORDS = tl.constexpr(PIECE_WORDS)
+_SIGNS = tl.constexpr(_SIGN_WORDS)
+_EXPONENTS = tl.constexpr(_EXPONENT_WORDS)
+_PIECES = tl.constexpr(_TILE_PIECES)
+_NO_EPILOGUE = tl.constexpr(int(Epilogue.NONE))
+
+
+@dataclass(frozen=True, slots=True)
+class Float12Tiles:
+    """A configuration of the kernel."""
+
+    tokens: int  # 8, 16, 32, 64 or 128
+    warpgroups: int = 1  # that multiply: 1 or 2
+    blocks: int = 2  # in a stage, of 64 inputs, with `fold` of so many times more
+    fold: int = 1  # pieces of inputs that share a tile's rows: 1, 2 or 4
+    height: int = 1  # tiles that share inputs; 1 with a fold
+    per_sm: int = 2  # programs that fit on one SM
+
+    @property
+    def rows(self) -> int:
+        """Of W, in a program."""
+        return PIECE_ROWS * _TILE_PIECES * self.warpgroups * self.height // self.fold
+
+    @property
+    def stage_bytes(self) -> int:
+        words = 4 * PIECE_WORDS * _TILE_PIECES * self.warpgroups * self.height
+        return self.blocks * (words + 2 * PIECE_INPUTS * self.tokens * self.fold)
+
+    def steps(self, size: int) -> int:
+        """Stages' worth of so many inputs."""
+        return -(-size // (PIECE_INPUTS * self.blocks * self.fold))
+
+    def stages(self, size: int) -> int:
+        """As many as are of use for so many inputs and fit in shared memory."""
+        most = _SHARED_MEMORY // self.per_sm // self.stage_bytes
+        return max(2, min(_MOST_STAGES, most, self.steps(size)))
+
+
+def pays_in_float12(num_tokens: int, num_rows: int) -> bool:
+    """Whether the product takes less time with W [num_rows, _] in 12 bits than in bfloat16.
+
+    A W of many rows, as the head has, does up to 128 tokens; others are folded, for up to 16. One
+    token times these is left to kernels that norm their inputs, too.
+    """
+    if num_rows >= _MANY_ROWS:
+        return num_tokens <= _MOST_TOKENS
+    return num_rows >= _MIN_ROWS and 1 < num_tokens <= _MOST_FOLDED
+
+
+@cache
+def choose_float12_tiles(num_tokens: int, num_rows: int, num_programs: int) -> Float12Tiles:
+    """The tiles for up to 128 tokens; num_programs: that are at work at the same time, two per
+    SM."""
+    tokens = max(8, triton.next_power_of_2(num_tokens))
+    if tokens <= _MOST_FOLDED:
+        folds = (fold for fold in (4, 2) if triton.cdiv(fold * num_rows, 64) <= num_programs)
+        fold = next(folds, 1)
+        return Float12Tiles(tokens, fold=fold, blocks=1 if tokens * fold > 32 else 2)
+    # A program reads x for all of its rows: the more tokens, the more rows it should have.
+    if tokens <= 64:
+        return Float12Tiles(tokens, warpgroups=2)
+    return Float12Tiles(tokens, warpgroups=2, blocks=1, height=2, per_sm=1)
+
+
+def linear_float12(
+    x: Tensor, weight: Float12Weight, bias: Tensor | None, tiles: Float12Tiles | None = None
+) -> Tensor:
+    """x W^T + b: bfloat16 [num_tokens, out_features].
+
+    Args:
+        x: bfloat16 [num_tokens, in_features] of up to 128 tokens; rows aligned to 16 bytes.
+        bias: [out_features].
+        tiles: by default those that `choose_float12_tiles` names.
+    """
+    (num_tokens, size), (num_rows, _) = x.shape, weight.shape
+    if tiles is None:
+        tiles = choose_float12_tiles(num_tokens, num_rows, 2 * num_sms(x.device))
+    assert num_tokens <= tiles.tokens
+    assert size == weight.shape[1]
+    out = x.new_empty((num_tokens, num_rows))
+    warps = 4 * tiles.warpgroups
+    registers = _REGISTERS // (32 * (warps + 4) * tiles.per_sm) // 8 * 8
+    pieces = tiles.rows // PIECE_ROWS  # in a box, which W and shared memory have in the same order
+    words = weight.words.view(len(weight.words), -1)
+    linear_float12_kernel[(triton.cdiv(num_rows, tiles.rows),)](
+        swizzled_descriptor(x, [tiles.tokens, PIECE_INPUTS], 128),
+        swizzled_descriptor(words, [pieces, _SIGN_WORDS], 0),
+        swizzled_descriptor(words, [pieces, _EXPONENT_WORDS], 0),
+        weight.scales,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        tiles.steps(size),
+        STAGES=tiles.stages(size),
+        BLOCKS=tiles.blocks,
+        FOLD=tiles.fold,
+        HEIGHT=tiles.height,
+        HAS_BIAS=bias is not None,
+        num_warps=warps,
+        maxnreg=min(registers, _MOST_REGISTERS),
+        **launch_options(x.device),
+    )
+    return out
+
+
+def _unpacking() -> str:
+    """PTX: two words with exponents and twice two with signs and mantissas -> registers of
+    bfloat16, of halves of 32 inputs, their steps of 16, and octets of these."""
+    lines = [f".reg .b32 s, e, r, m, x, u; mov.b32 m, {MANTISSA:#x}; mov.b32 x, {EXPONENT:#x}"]
+    lines.append("mov.b32 u, 0x77807780")  # 2 ** UNIT
+    for half in range(2):
+        for step in range(2):
+            for octet in range(2):
+                signs, exponents = f"${8 + 2 * step + half}", f"${12 + half}"
+                if octet:
+                    lines.append(f"shf.l.wrap.b32 s, {signs}, {signs}, 8")
+                    signs = "s"
+                if shift := 4 * (2 * step + octet):
+                    lines.append(f"shf.l.wrap.b32 e, {exponents}, {exponents}, {shift}")
+                    exponents = "e"
+                lines.append(f"and.b32 r, {exponents}, x")
+                lines.append(f"lop3.b32 r, {signs}, m, r, 0xEA")
+                lines.append(f"mul.rn.bf16x2 ${4 * half + 2 * step + octet}, r, u")
+    return "{" + ";\n".join(lines) + ";}"
+
+
+_UNPACK = tl.constexpr(_unpacking())
+
+
+@gluon.jit
+def _allocate(descriptor, COUNT: gl.constexpr):
+    """So many tiles in shared memory, as the descriptor fetches them."""
+    SHAPE: gl.constexpr = descriptor.block_type.shape
+    return gl.allocate_shared_memory(
+        descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
+    )
+
+
+@gluon.jit
+def _fetch_weights(
+    sources, buffers, bar, piece, stage, step, BLOCKS: gl.constexpr, FOLD: gl.constexpr
+):
+    """Load a stage's words, by block and by piece of inputs, of a program's pieces, of which
+    `piece` is the first."""
+    signs, exponents = sources
+    sign_tiles, exponent_tiles = buffers
+    for j in gl.static_range(BLOCKS * FOLD):
+        place = stage * (BLOCKS * FOLD) + j
+        word = (step * (BLOCKS * FOLD) + j) * _WORDS
+        _fetch_tile(signs, [piece, word], bar.index(stage), sign_tiles.index(place))
+        word += _SIGNS
+        _fetch_tile(exponents, [piece, word], bar.index(stage), exponent_tiles.index(place))
+
+
+@gluon.jit
+def _fetch_inputs(x, x_tiles, bar, stage, step, PIECES: gl.constexpr):
+    """Load a stage's inputs."""
+    for j in gl.static_range(PIECES):
+        source = [0, (step * PIECES + j) * _INPUTS]
+        _fetch_tile(x, source, bar.index(stage), x_tiles.index(stage * PIECES + j))
+
+
+@gluon.jit
+def _produce(loads, BLOCKS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr):
+    """The partition that loads."""
+    x, sources, x_tiles, buffers, barriers, piece, count = loads
+    ready, free = barriers
+    STAGES: gl.constexpr = ready.shape[0]
+    OF_WORDS: gl.constexpr = sources[0].block_type.nbytes + sources[1].block_type.nbytes
+    BYTES: gl.constexpr = BLOCKS * FOLD * (OF_WORDS + x.block_type.nbytes)
+    ahead = gl.minimum(count, STAGES)
+    for i in range(ahead):
+        mbarrier.expect(ready.index(i), BYTES)
+        _fetch_weights(sources, buffers, ready, piece, i, i, BLOCKS, FOLD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in range(ahead):
+        _fetch_inputs(x, x_tiles, ready, i, i, BLOCKS * FOLD)
+    for i in range(ahead, count):
+        stage = i % STAGES
+        mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
+        mbarrier.expect(ready.index(stage), BYTES)
+        _fetch_weights(sources, buffers, ready, piece, stage, i, BLOCKS, FOLD)
+        _fetch_inputs(x, x_tiles, ready, stage, i, BLOCKS * FOLD)
+
+
+@gluon.jit
+def _left(buffers, place, LAYOUT: gl.constexpr):
+    """The left operand, bfloat16 [rows, 64], of the tile at that place."""
+    PIECES: gl.constexpr = _PIECES * (gl.num_warps() // 4)
+    # Each warp has two neighbouring pieces, of which each thread has its words.
+    WARPS: gl.constexpr = [[2, 0], [4, 0]] if gl.num_warps() == 4 else [[2, 0], [4, 0], [8, 0]]
+    OF_SIGNS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0]],
+        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        WARPS,
+        [],
+        [PIECES, _SIGNS],
+    )
+    OF_EXPONENTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [1, 0]],
+        [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
+        WARPS,
+        [],
+        [PIECES, _EXPONENTS],
+    )
+    sign_tiles, exponent_tiles = buffers
+    signs = tiles_of_rows(sign_tiles, PIECES).index(place).load(OF_SIGNS)
+    exponents = tiles_of_rows(exponent_tiles, PIECES).index(place).load(OF_EXPONENTS)
+    even, odd = gl.split(signs.reshape([PIECES, _EXPONENTS, 2]))
+    even = gl.convert_layout(even, OF_EXPONENTS, assert_trivial=True)
+    odd = gl.convert_layout(odd, OF_EXPONENTS, assert_trivial=True)
+    parts = gl.inline_asm_elementwise(
+        _UNPACK,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [even, odd, exponents],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+    first = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+    second = gl.join(gl.join(parts[4], parts[5]), gl.join(parts[6], parts[7]))
+    values = gl.join(first, second)
+    # Row and column of the thread, place in the register; octet, step, half.
+    values = values.reshape([PIECES, 8, 4, 2, 2, 2, 2]).permute((0, 1, 6, 5, 4, 2, 3))
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    return gl.convert_layout(
+        values.reshape([PIECES * _ROWS, _INPUTS]), OPERAND, assert_trivial=True
+    )
+
+
+@gluon.jit
+def _consume(
+    buffers,
+    x_tiles,
+    barriers,
+    count,
+    LAYOUT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    FOLD: gl.constexpr,
+    HEIGHT: gl.constexpr,
+):
+    """The sums [rows, FOLD tokens] of each tile."""
+    ready, free = barriers
+    STAGES: gl.constexpr = ready.shape[0]
+    COLUMNS: gl.constexpr = FOLD * x_tiles.shape[1]
+    inputs = tiles_of_rows(x_tiles, COLUMNS)
+    nothing = gl.zeros([16 * gl.num_warps(), COLUMNS], gl.float32, LAYOUT)
+    sums = (nothing,) * HEIGHT
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        added = ()
+        for tile in gl.static_range(HEIGHT):
+            acc = sums[tile]
+            for j in gl.static_range(BLOCKS):
+                # A block is unpacked while the one before it is multiplied.
+                place = stage * BLOCKS + j
+                left = _left(buffers, place * HEIGHT + tile, LAYOUT)
+                right = inputs.index(place).permute((1, 0))
+                acc = warpgroup_mma(left, right, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            added += (acc,)  # type: ignore[assignment]
+        if HEIGHT == 1:
+            sums = (warpgroup_mma_wait(0, deps=added),)
+        else:
+            sums = warpgroup_mma_wait(0, deps=added)
+        mbarrier.arrive(free.index(stage), count=1)
+    return sums
+
+
+@gluon.jit
+def _diagonal(acc, FOLD: gl.constexpr):
+    """Sums [FOLD rows, FOLD tokens] -> [rows, tokens], of inputs times their own weights."""
+    ROWS: gl.constexpr = acc.shape[0] // FOLD
+    TOKENS: gl.constexpr = acc.shape[1] // FOLD
+    rows = gl.arange(0, FOLD * ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    columns = gl.arange(0, FOLD * TOKENS, layout=gl.SliceLayout(0, acc.type.layout))
+    own = gl.where(rows[:, None] // ROWS == columns[None, :] // TOKENS, acc, 0.0)
+    return gl.sum(gl.sum(own.reshape([FOLD, ROWS, FOLD, TOKENS]), 2), 0)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_steps"])
+def linear_float12_kernel(
+    x,
+    signs,
+    exponents,
+    scales,
+    bias,
+    out,
+    num_tokens,
+    num_rows,
+    num_steps,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    FOLD: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """x W^T + b into out [num_tokens, num_rows].
+
+    Args:
+        x: descriptor of [num_tokens, in_features], of blocks of 64 inputs.
+        signs, exponents: descriptors of both kinds of the words of pieces [rows / 8, words].
+        scales: of rows of W.
+        num_steps: stages' worth of inputs.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    ROWS: gl.constexpr = 16 * gl.num_warps()  # of the left operand
+    OWN: gl.constexpr = ROWS // FOLD
+    BM: gl.constexpr = x.block_type.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, FOLD * BM, 16]
+    )
+    first = gl.program_id(0) * (HEIGHT * OWN)
+    sign_tiles = _allocate(signs, STAGES * BLOCKS * FOLD)
+    exponent_tiles = _allocate(exponents, STAGES * BLOCKS * FOLD)
+    x_tiles = _allocate(x, STAGES * BLOCKS * FOLD)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    sources = (signs, exponents)
+    buffers = (sign_tiles, exponent_tiles)
+    barriers = (ready, free)
+    loads = (x, sources, x_tiles, buffers, barriers, first // _ROWS, num_steps)
+
+    # Asked for before the products that they belong to.
+    places = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    factors = ()
+    for i in gl.static_range(HEIGHT):
+        rows = first + i * OWN + places % OWN
+        factors += (gl.load(scales + rows, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
+    of_tiles = gl.warp_specialize(
+        [
+            (_consume, (buffers, x_tiles, barriers, num_steps, LAYOUT, BLOCKS, FOLD, HEIGHT)),
+            (_produce, (loads, BLOCKS, FOLD, PDL)),
+        ],
+        [1],
+        [24],
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(HEIGHT):
+        acc = of_tiles[i] * factors[i][:, None]
+        if FOLD > 1:
+            acc = _diagonal(acc, FOLD)
+        shape = (0, first + i * OWN, num_tokens, num_rows)
+        _finish(acc, acc, bias, out, shape, True, False, _NO_EPILOGUE, False, HAS_BIAS)

@@ -1,0 +1,122 @@
+"""Few tokens times weights in 12 bits, against float64 products of what the weights stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gluon_emulator import Emulated
+from torch import Tensor
+
+from octavo.ops.cuda import linear_hopper_float12
+from octavo.ops.cuda.float12 import pack_float12, unpack_float12
+from octavo.ops.cuda.linear_hopper_float12 import (
+    Float12Tiles,
+    choose_float12_tiles,
+    linear_float12,
+    pays_in_float12,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device; a CPU in the place of a Hopper GPU."""
+    if device.type == "cpu":
+        kernel = Emulated(linear_hopper_float12.linear_float12_kernel)
+        monkeypatch.setattr(linear_hopper_float12, "linear_float12_kernel", kernel)
+    return device
+
+
+def random(*shape: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+
+def relative(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_tokens", "tiles"),
+    [
+        (75, 320, 1, Float12Tiles(8)),
+        (200, 320, 11, Float12Tiles(16, height=2)),
+        (104, 704, 13, Float12Tiles(16, fold=2)),
+        (43, 320, 2, Float12Tiles(8, fold=4, warpgroups=2, blocks=1)),
+        (296, 192, 40, Float12Tiles(64, warpgroups=2)),
+        (520, 128, 70, Float12Tiles(128, warpgroups=2, height=2, blocks=1, per_sm=1)),
+    ],
+)
+def test_few_tokens(
+    hopper: torch.device,
+    num_rows: int,
+    size: int,
+    num_tokens: int,
+    tiles: Float12Tiles,
+    has_bias: bool,
+) -> None:
+    """Sizes that no tile divides."""
+    weight = pack_float12(random(num_rows, size, device=hopper))
+    x, bias = (random(each, size, device=hopper) for each in (num_tokens, num_rows))
+    shift = bias[:, 0].contiguous() if has_bias else None
+    wanted = x.double() @ unpack_float12(weight, torch.float64).t()
+    if shift is not None:
+        wanted += shift.double()
+    y = linear_float12(x, weight, shift, tiles)
+    assert y.shape == wanted.shape
+    assert relative(y, wanted) < 3e-3  # of results in bfloat16
+
+
+def test_a_token_s_result_does_not_depend_on_the_others(hopper: torch.device) -> None:
+    """Not even on NaN."""
+    weight = pack_float12(random(128, 192, device=hopper))
+    x = random(5, 192, device=hopper)
+    tiles = Float12Tiles(8, fold=4)
+    alone = linear_float12(x, weight, None, tiles)
+    x[1:] = torch.nan
+    beside = linear_float12(x, weight, None, tiles)
+    assert torch.equal(alone[0], beside[0])
+    assert beside[1:].isnan().all()
+
+
+MODELS = [
+    (201088, 2880),  # gpt-oss-20b: head, projections of attention
+    (5120, 2880),
+    (2880, 4096),
+    (151936, 2048),  # Qwen3-30B-A3B
+    (5120, 2048),
+    (2048, 4096),
+    (128256, 4096),  # Llama 3 8B
+    (262208, 2560),  # Gemma 3 4B
+    (50257, 768),  # no tile divides it
+]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [*MODELS, (1024, 64), (33000, 14336)])
+def test_tiles_fit(num_rows: int, size: int) -> None:
+    for num_tokens in range(1, 129):
+        tiles = choose_float12_tiles(num_tokens, num_rows, 264)
+        assert num_tokens <= tiles.tokens < 2 * max(num_tokens, 8)
+        assert tiles.per_sm * tiles.stages(size) * tiles.stage_bytes <= 227 << 10
+
+
+def test_which_products_pay() -> None:
+    assert [n for n in (1, 2, 16, 17, 128, 129) if pays_in_float12(n, 5120)] == [2, 16]
+    assert [n for n in (1, 128, 129, 2048) if pays_in_float12(n, 128256)] == [1, 128]
+    assert not pays_in_float12(8, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 13, 32, 64, 100])
+@pytest.mark.parametrize(("num_rows", "size"), MODELS)
+def test_projections_of_models(num_rows: int, size: int, num_tokens: int) -> None:
+    device = torch.device("cuda")
+    weight = pack_float12(random(num_rows, size, device=device) * size**-0.5)
+    x = random(num_tokens, size, device=device)
+    wanted = x.float() @ unpack_float12(weight, torch.float32).t()
+    y = linear_float12(x, weight, None)
+    assert torch.equal(y, linear_float12(x, weight, None))
+    assert relative(y, wanted) < 3e-3  # of results in bfloat16
