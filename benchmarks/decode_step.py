@@ -35,8 +35,6 @@ from octavo.engine.local_client import LocalClient
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
-from octavo.layers.config import FLOAT12_TOKENS
-from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
 DTYPE_BYTES = 2
@@ -76,7 +74,7 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-float12-head", action="store_true", help="no copy of the head")
+    parser.add_argument("--no-float12-copies", action="store_true", help="no copy of the head")
     parser.add_argument(
         "--model-impl",
         nargs="*",
@@ -115,7 +113,7 @@ def main() -> None:
             max_num_batched_tokens=8192,
             enable_prefix_caching=False,
             overlap=not arguments.no_overlap,
-            float12_head=not arguments.no_float12_head,
+            float12_copies=not arguments.no_float12_copies,
             swap_space=0,
             tensor_parallel_size=size,
             kv_cache_dtype=arguments.kv_cache_dtype,
@@ -184,8 +182,7 @@ def weight_bytes(engine: Engine, batch: int, hit: float) -> float:
     model = engine.model_config
     dense, experts = model.read_bytes(DTYPE_BYTES)
     num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
-    if batch <= FLOAT12_TOKENS:
-        num_bytes -= ModelSize.of(model, "bfloat16").copy_saves
+    num_bytes -= model.float12_saves(batch)
     if not experts:
         return num_bytes
     mixtures = model.mixtures()

@@ -220,12 +220,12 @@ class EngineConfig:
     """Where weights are quantized while they are loaded, the log says how far the model's
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
-    float12_head: bool = True
-    """On a Hopper GPU, the head of a model in bfloat16 has a copy in 12 bits beside its weight. It
-    takes three quarters of the weight's memory, and logits of up to 64 tokens, which are computed
-    from it, take 20 to 25% less time. Weights of at least 2^-14 of their row's largest are the same
-    in it, and others off by 2^-22 of that at most. Without an effect on other devices and
-    dtypes."""
+    float12_copies: bool = True
+    """On a Hopper GPU, a model in bfloat16 has copies in 12 bits of its head and, in layers with
+    experts, of attention's projections, unless they would take more than an eighth of the memory
+    that the weights leave. Few tokens are multiplied by the copies, which have three quarters of
+    the bytes to read. Weights of at least 2^-14 of their row's largest are the same in them;
+    smaller ones are off by 2^-22 of that at most. Other devices and dtypes have no copies."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

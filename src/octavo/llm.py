@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from os import PathLike
 from typing import Any, TypeVar, cast
@@ -469,7 +468,8 @@ def load_engine(config: EngineConfig) -> Engine:
     executor = make_executor(config, _quantized(model_config, config.quantization))
     # With what the workers have chosen for the device.
     model_config = _quantized(model_config, executor.config.quantization)
-    model_config = replace(model_config, float12_head=executor.config.float12_head)
+    if executor.config.float12_copies:
+        model_config = model_config.with_float12_copies()
     return Engine(executor.config, model_config, executor)
 
 

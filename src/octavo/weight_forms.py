@@ -35,6 +35,7 @@ from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
+COPIES_SHARE = 0.125  # of the room beside the weights, that copies of them may take
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
@@ -162,20 +163,30 @@ def choose_quantization(
     return Choice(chosen, reason)
 
 
-def with_float12_head(
-    model_config: ModelConfig, is_asked: bool, dtype: str, kernels: WeightKernels
+def with_float12_copies(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: str,
+    total: int,
+    kernels: WeightKernels,
 ) -> ModelConfig:
-    """The same model with a copy of its head in 12 bits, if that is asked for and the device has
-    kernels for it.
+    """The same model with copies of weights in 12 bits, if they are asked for, the device has
+    kernels for them, and they take little of the memory that the weights leave (COPIES_SHARE).
 
     Args:
-        model_config: the whole model, or a device's shard.
-        is_asked: EngineConfig.float12_head.
+        config: with `float12_copies`.
+        model_config: the whole model, as it is loaded.
         dtype: what it is computed in.
+        total: bytes that may be taken of the device.
         kernels: of the device.
     """
-    is_there = is_asked and dtype == "bfloat16" and kernels == "hopper"
-    return replace(model_config, float12_head=is_there)
+    if not (config.float12_copies and dtype == "bfloat16" and kernels == "hopper"):
+        return model_config
+    copied = model_config.with_float12_copies()
+    shard = copied.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
+    weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
+    fits = shard.float12_bytes <= COPIES_SHARE * (total - weights)
+    return copied if fits else model_config
 
 
 def _bytes(

@@ -209,10 +209,10 @@ def test_the_copy_of_the_head_is_counted(octavo: Octavo) -> None:
         found: dict[str, Any] = json.loads(run.stdout)
         return found
 
-    options = ("--float12-head", "--no-float12-head")
+    options = ("--float12-copies", "--no-float12-copies")
     copied, plain = (values("--gpu", "h200", each) for each in options)
     size = 128_256 * (4096 * 3 // 2 + 4)
-    assert (copied["float12_head_bytes"], plain["float12_head_bytes"]) == (size, 0)
+    assert (copied["float12_bytes"], plain["float12_bytes"]) == (size, 0)
     assert copied["budget"]["weights"] == plain["budget"]["weights"] + size
     assert copied["kv_slots"] < plain["kv_slots"]
     rates = [each["forms"][0]["tokens_per_second"] for each in (copied, plain)]
@@ -223,4 +223,4 @@ def test_the_copy_of_the_head_is_counted(octavo: Octavo) -> None:
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there
     for others in (("--gpu", "a100-80gb"), (), ("--gpu", "h200", "--dtype", "float16")):
-        assert values(*others)["float12_head_bytes"] == 0
+        assert values(*others)["float12_bytes"] == 0

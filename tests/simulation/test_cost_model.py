@@ -15,7 +15,7 @@ from octavo.simulation.cost_model import PAPER_2023, Coefficients, CostModel, Mo
 from octavo.simulation.gpus import GPU, GPUS, find_gpu
 from octavo.simulation.models import find_model, model_names
 from octavo.simulation.step_shape import StepShape
-from octavo.weight_forms import with_float12_head
+from octavo.weight_forms import with_float12_copies
 
 CONFIGS = Path(__file__).resolve().parents[2] / "benchmarks" / "configs"
 
@@ -100,7 +100,7 @@ def test_a_copy_of_the_head_is_read_for_few_rows_of_logits() -> None:
     config = find_model(str(CONFIGS / "llama-3-8b"))
     plain = ModelSize.of(config, "bfloat16")
     assert plain.copy_saves == 0
-    copied = ModelSize.of(with_float12_head(config, True, "bfloat16", "hopper"), "bfloat16")
+    copied = ModelSize.of(with_float12_copies(config, True, "bfloat16", "hopper"), "bfloat16")
     assert copied.weight_bytes == plain.weight_bytes
     quarter = 2 * 128_256 * 4096 / 4
     for num_tokens, num_logits, saved in [(1, 1, quarter), (64, 64, quarter), (500, 8, quarter)]:

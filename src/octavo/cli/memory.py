@@ -28,7 +28,7 @@ from octavo.weight_forms import (
     Estimate,
     choose_quantization,
     describe_dequantized,
-    with_float12_head,
+    with_float12_copies,
 )
 
 DEFAULT_LENGTHS = "512,2048,8192"
@@ -60,7 +60,7 @@ BATCHES = (1, 64, 256)
 @engine_options(
     "dtype",
     "quantization",
-    "float12_head",
+    "float12_copies",
     "max_model_len",
     "block_size",
     "num_blocks",
@@ -127,7 +127,7 @@ class Machine:
     """A model, the engine's options, and what may be taken of each device."""
 
     config: EngineConfig
-    model_config: ModelConfig  # as its files have it, and the device its head
+    model_config: ModelConfig  # as its files have it
     dtype: str
     total: int  # bytes
     kernels: WeightKernels
@@ -156,7 +156,6 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
-        model_config = with_float12_head(model_config, config.float12_head, dtype, kernels)
         return cls(config, model_config, dtype, total, kernels)
 
     def choose(self) -> Choice | None:
@@ -178,7 +177,8 @@ class Machine:
 
     def quantized(self, name: QuantizationName | None) -> ModelConfig:
         """The model as it is loaded."""
-        return self.model_config if name is None else quantized_on_load(self.model_config, name)
+        model = self.model_config if name is None else quantized_on_load(self.model_config, name)
+        return with_float12_copies(self.config, model, self.dtype, self.total, self.kernels)
 
     def budget(self, name: QuantizationName | None) -> Budget:
         """Raises OutOfMemory if there is no room for a KV cache."""
@@ -242,7 +242,7 @@ class Budget:
         self._size = config.tensor_parallel_size
         self._shape, self._budget, self._estimate = estimate.shape, estimate.budget, estimate
         self._expert_bytes = estimate.model.read_bytes(DTYPE_BYTES[dtype])[1]
-        self._copy_bytes = estimate.model.head.float12_bytes
+        self._copy_bytes = estimate.model.float12_bytes
         self.weight_bytes = estimate.fixed.weights
         self.note = note
 
@@ -301,7 +301,7 @@ class Budget:
             rows.insert(0, ("experts", f"{size} of the weights"))
         if self._copy_bytes:
             size = format_bytes(self._copy_bytes)
-            rows.insert(0, ("float12 head", f"{size} of the weights: a copy for up to 64 tokens"))
+            rows.insert(0, ("float12 copies", f"{size} of the weights"))
         if self.note is not None:
             rows.insert(0, ("dequantized", self.note))
         for length in lengths:
@@ -357,7 +357,7 @@ class Budget:
             "parameters": self._model_config.num_parameters(),
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
-            "float12_head_bytes": self._copy_bytes,
+            "float12_bytes": self._copy_bytes,
             "dtype": self._dtype,
             "dequantized": self.note,
             "kv_cache_dtype": self._kv_dtype,

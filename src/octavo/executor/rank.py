@@ -78,7 +78,7 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     worker = Worker(own, start.model_config, device, communicator)
     capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size, device.name)
     made = worker.config
-    config = replace(config, quantization=made.quantization, float12_head=made.float12_head)
+    config = replace(config, quantization=made.quantization, float12_copies=made.float12_copies)
     return Ready(config, device.is_asynchronous, capacity), worker.runner.submit
 
 

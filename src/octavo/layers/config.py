@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from octavo import float12
 from octavo.errors import ConfigError
 from octavo.parallel import OPTION, WHOLE, Shard
 from octavo.routing import RoutingConfig
@@ -19,12 +20,6 @@ NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
-
-# Of a copy of W in 12 bits (ops/cuda/float12.py): the outputs and inputs of one of its pieces, and
-# how many tokens are multiplied by it.
-FLOAT12_OUTPUTS, FLOAT12_INPUTS = 8, 64
-FLOAT12_TOKENS = 64
-FLOAT12_LEAST_SIZE = 1 << 24  # of W, in weights: reading less takes a few microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +112,21 @@ class LinearConfig:
         return sum(self.out_sizes)
 
     def with_float12_copy(self) -> LinearConfig:
-        """The same projection with a copy in 12 bits, if W has whole pieces of inputs, and is so
-        large that a copy is worth its memory."""
-        size = self.out_features * self.in_features
-        takes_it = self.in_features % FLOAT12_INPUTS == 0 and size >= FLOAT12_LEAST_SIZE
-        return replace(self, float12_copy=takes_it)
+        """The same projection with a copy in 12 bits, if that is of use for its W."""
+        return replace(self, float12_copy=float12.has_use(self.out_features, self.in_features))
 
     @property
     def float12_bytes(self) -> int:
-        """What the copy takes, with a scale in float32 for each output; 0: there is none."""
+        """What the copy takes; 0: there is none."""
         if not self.float12_copy:
             return 0
-        num_rows = -(-self.out_features // FLOAT12_OUTPUTS) * FLOAT12_OUTPUTS
-        return num_rows * self.in_features * 3 // 2 + 4 * self.out_features
+        return float12.copy_bytes(self.out_features, self.in_features)
+
+    def float12_saves(self, num_tokens: int) -> int:
+        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy."""
+        if not (self.float12_copy and float12.is_faster(num_tokens, self.out_features)):
+            return 0
+        return 2 * self.out_features * self.in_features - self.float12_bytes
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:
@@ -209,6 +206,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
+    float12_copies: bool = False  # whether plain projections have them (LinearConfig)
     shard: Shard = WHOLE  # which part of the query heads these are
     kv_shard: Shard = WHOLE  # which part of the KV heads these are
 
@@ -234,13 +232,14 @@ class AttentionConfig:
     @property
     def qkv(self) -> LinearConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return LinearConfig(
+        qkv = LinearConfig(
             self.hidden_size,
             (query_size, kv_size, kv_size),
             self.qkv_bias,
             self.linear_method,
             out_shards=(self.shard, self.kv_shard, self.kv_shard),
         )
+        return qkv.with_float12_copy() if self._has_copies else qkv
 
     @property
     def query(self) -> LinearConfig:
@@ -256,13 +255,18 @@ class AttentionConfig:
 
     @property
     def output(self) -> LinearConfig:
-        return LinearConfig(
+        output = LinearConfig(
             self.num_heads * self.head_dim,
             (self.hidden_size,),
             self.output_bias,
             self.linear_method,
             in_shard=self.shard,
         )
+        return output.with_float12_copy() if self._has_copies else output
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.float12_copies and self.linear_method == "plain"
 
     @property
     def score_features(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ them. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -103,6 +103,13 @@ class LayerConfig:
             mlp=self.mlp.with_linear_method(method),
         )
 
+    def with_float12_copies(self) -> LayerConfig:
+        """The same layer with copies in 12 bits of attention's projections, if it has experts:
+        beside them, copies take little memory."""
+        if not isinstance(self.mlp, ExpertsConfig):
+            return self
+        return replace(self, attention=replace(self.attention, float12_copies=True))
+
     @property
     def num_parameters(self) -> int:
         return self._beside_mlp + self.mlp.num_parameters
@@ -183,8 +190,7 @@ class ModelDescription:
     tied_embeddings: bool = False
     head_bias: bool = False
     head_method: str = "plain"  # the linear method of the head
-    # Whether the head has a copy in 12 bits (LinearConfig), if its shape takes it.
-    float12_head: bool = False
+    float12_copies: bool = False  # whether the head has a copy (LinearConfig)
     logits_bias: bool = False  # a bias of the logits that is no part of the head's weights
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
@@ -277,7 +283,30 @@ class ModelDescription:
             out_shards=(self.shard,),
             padding=rows * self.shard.size - self.vocab_size,
         )
-        return head.with_float12_copy() if self.float12_head else head
+        return head.with_float12_copy() if self.float12_copies else head
+
+    def with_float12_copies(self) -> Self:
+        """The same model with copies in 12 bits of the head and of attention's projections in
+        layers with experts, where their shapes take them."""
+        layers = tuple(each.with_float12_copies() for each in self.layers)
+        return replace(self, float12_copies=True, layers=layers)
+
+    @property
+    def float12_bytes(self) -> int:
+        """What all copies in 12 bits take."""
+        return sum(each.float12_bytes for each in self._copied)
+
+    def float12_saves(self, num_tokens: int) -> int:
+        """How many bytes fewer than the weights have a step of so many sequences reads, of one
+        token each."""
+        return sum(each.float12_saves(num_tokens) for each in self._copied)
+
+    @property
+    def _copied(self) -> Iterator[LinearConfig]:
+        """All that may have copies in 12 bits."""
+        yield self.head
+        for layer in self.layers:
+            yield from (layer.attention.qkv, layer.attention.output)
 
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
@@ -437,15 +466,15 @@ class ModelConfig(ModelDescription):
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
-        device keeps (`kept_by`), unless merged projections differ in their form. The head, counted
-        as if it were not quantized, may have a copy."""
+        device keeps (`kept_by`), unless merged projections differ in their form. Copies in 12
+        bits are counted, the head's as if it were not quantized."""
         saved = sum(self._saved_bytes(dtype_bytes))
-        return self.weight_bytes(dtype_bytes) - saved + self.head.float12_bytes
+        return self.weight_bytes(dtype_bytes) - saved + self.float12_bytes
 
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose
-        from, where quantized weights stay quantized as in `least_weight_bytes`. Of the head it is
-        the weight, rather than a copy."""
+        from, where quantized weights stay quantized as in `least_weight_bytes`. Of
+        projections with copies it is the weight."""
         experts = self.num_expert_parameters()
         dense = self.num_parameters() - self.num_lookup_parameters() - experts
         saved, saved_experts = self._saved_bytes(dtype_bytes)

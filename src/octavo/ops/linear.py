@@ -122,7 +122,7 @@ def make_linear_kernel(
             if takes_float12(weight):
                 from octavo.ops.cuda.linear_copied import CopiedLinear
 
-                return CopiedLinear(weight)
+                return CopiedLinear(weight, is_chained)
         from octavo.ops.cuda.linear import CudaLinear
 
         return CudaLinear(weight, is_chained)

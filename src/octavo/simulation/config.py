@@ -21,7 +21,7 @@ from octavo.models.registry import quantized_on_load
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
-from octavo.weight_forms import choose_quantization, with_float12_head
+from octavo.weight_forms import choose_quantization, with_float12_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SimulationConfig:
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"
     quantization: QuantizationChoice | None = None  # of weights that are not quantized yet
-    float12_head: bool = True  # see EngineConfig
+    float12_copies: bool = True  # see EngineConfig
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
     workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
@@ -59,7 +59,7 @@ class SimulationConfig:
             self.model,
             dtype=self.dtype,
             quantization=self.quantization,
-            float12_head=self.float12_head,
+            float12_copies=self.float12_copies,
             max_model_len=self.max_model_len,
             seed=self.seed,
             overlap=self.overlap,
@@ -81,15 +81,15 @@ class SimulationConfig:
             )
         gpu = find_gpu(self.gpu)
         dtype = model.dtype if self.dtype == "auto" else self.dtype
-        model = with_float12_head(model, self.float12_head, dtype, gpu.kernels)
+        engine = replace(self.engine_config, tensor_parallel_size=self.num_gpus)
+        total = int(gpu.memory * self.memory_share) - self.workspace
         quantization = self.quantization
         if quantization == "auto":
-            engine = replace(self.engine_config, tensor_parallel_size=self.num_gpus)
-            total = int(gpu.memory * self.memory_share) - self.workspace
             choice = choose_quantization(engine, model, dtype, total, gpu.kernels)
             quantization = choice.quantization
         if quantization is not None:
             model = quantized_on_load(model, quantization)
+        model = with_float12_copies(engine, model, dtype, total, gpu.kernels)
         model = model.kept_by(gpu.kernels)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)

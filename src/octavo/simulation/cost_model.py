@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
-from octavo.layers.config import FLOAT12_TOKENS
+from octavo.layers.config import LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.simulation.gpus import GPU
 from octavo.simulation.step_shape import StepShape
@@ -115,8 +115,7 @@ class ModelSize:
     num_layers: int
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
-    # How many bytes less a copy of the head in 12 bits has, by which few rows become logits.
-    copy_saves: int = 0
+    head: LinearConfig | None = None  # which may have a copy in 12 bits, that few rows read
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
@@ -129,8 +128,6 @@ class ModelSize:
         read = model.num_parameters() - model.num_lookup_parameters()
         active = model.num_active_parameters() - model.num_lookup_parameters()
         experts = model.num_expert_parameters()
-        head = model.head
-        head_bytes = head.out_features * head.in_features * dtype_bytes
         return cls(
             weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
@@ -142,13 +139,13 @@ class ModelSize:
             num_layers=model.num_layers,
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
-            copy_saves=head_bytes - head.float12_bytes if head.float12_copy else 0,
+            head=model.head,
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Of weights, by a step of so many tokens and rows of logits, if all choices of experts are
         equally likely."""
-        saved = self.copy_saves if num_logits <= FLOAT12_TOKENS else 0
+        saved = 0 if self.head is None else self.head.float12_saves(num_logits)
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
 
 

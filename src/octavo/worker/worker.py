@@ -21,7 +21,7 @@ from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
-from octavo.weight_forms import choose_quantization, describe_dequantized, with_float12_head
+from octavo.weight_forms import choose_quantization, describe_dequantized, with_float12_copies
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
@@ -56,12 +56,8 @@ class Worker:
         self._communicator = communicator
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        kernels, dtype_name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
-        model_config = with_float12_head(model_config, config.float12_head, dtype_name, kernels)
-        config = replace(config, float12_head=model_config.float12_head)
-        if config.quantization == "auto":
-            config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
-        # With the quantization that "auto" stands for, and whether the head has a copy.
+        config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
+        # With the quantization that "auto" stands for, and whether weights have copies.
         self.config = config
         model_config = model_config.sharded(communicator.shard)
         _warn_of_dequantized(config, model_config, dtype, device)
@@ -151,17 +147,20 @@ def _with_chosen(
     device: Device,
     communicator: Communicator,
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Both with `quantization="auto"` resolved: the same on all ranks, by the memory of the rank
-    that has the least."""
+    """Both with what `quantization="auto"` stands for, and whether weights have copies: the same on
+    all ranks, by the memory of the rank that has the least."""
     own = torch.tensor([device.total_memory(config)], device=device.torch_device)
     total = int(communicator.all_gather(own).amin())
-    kernels = device.weight_kernels(dtype)
-    choice = choose_quantization(config, model_config, DTYPE_NAMES[dtype], total, kernels)
-    if communicator.shard.rank == 0:
-        logger.info("quantization auto on %s: %s", device.name, choice)
-    if choice.quantization is not None:
-        model_config = quantized_on_load(model_config, choice.quantization)
-    return replace(config, quantization=choice.quantization), model_config
+    kernels, name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
+    if config.quantization == "auto":
+        choice = choose_quantization(config, model_config, name, total, kernels)
+        if communicator.shard.rank == 0:
+            logger.info("quantization auto on %s: %s", device.name, choice)
+        if choice.quantization is not None:
+            model_config = quantized_on_load(model_config, choice.quantization)
+        config = replace(config, quantization=choice.quantization)
+    model_config = with_float12_copies(config, model_config, name, total, kernels)
+    return replace(config, float12_copies=model_config.float12_copies), model_config
 
 
 def _warn_of_dequantized(

@@ -68,7 +68,7 @@ class TransformersLM(CausalLM):
         for module, rotary in rotaries.items():
             rotary.to_device(device)
             built.model.set_submodule(built.paths[module], rotary)
-        owners = replace_modules(built, dtype, config.float12_head)
+        owners = replace_modules(built, dtype, config.float12_copies)
         group_experts(built.model)
         _tie(built.model, parameters, owners)
         made = _with_memory(built.model, owners, dtype, device)

@@ -157,10 +157,10 @@ class Rotary(nn.Module):
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
 
-def replace_modules(built: Built, dtype: torch.dtype, float12_head: bool = False) -> Owners:
+def replace_modules(built: Built, dtype: torch.dtype, float12_copies: bool = False) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
-    float12_head: see ModelDescription.
+    float12_copies: see ModelDescription.
 
     Returns:
         The layers that own weights.
@@ -168,14 +168,16 @@ def replace_modules(built: Built, dtype: torch.dtype, float12_head: bool = False
     owners: Owners = []
     _replace_norms(built, dtype, owners)
     _replace_feed_forward(built, owners)
-    _replace_linears(built, dtype, float12_head, owners)
+    _replace_linears(built, dtype, float12_copies, owners)
     return owners
 
 
 # ---------------------------------------------------------------- projections
 
 
-def _replace_linears(built: Built, dtype: torch.dtype, float12_head: bool, owners: Owners) -> None:
+def _replace_linears(
+    built: Built, dtype: torch.dtype, float12_copies: bool, owners: Owners
+) -> None:
     found, paths, model = built.recording.linears, built.paths, built.model
     parents = {child: module for module in model.modules() for child in module.children()}
     groups: dict[object, list[nn.Linear]] = {}
@@ -197,7 +199,7 @@ def _replace_linears(built: Built, dtype: torch.dtype, float12_head: bool, owner
         sizes = tuple(each.out_features for each in linears)
         first = linears[0]
         config = LinearConfig(first.in_features, sizes, first.bias is not None)
-        is_copied = float12_head and first is head
+        is_copied = float12_copies and first is head
         method = make_linear(config.with_float12_copy() if is_copied else config)
         owners.append((method, names))
         if len(linears) == 1:

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.quantized import chunks
 
-PIECE_ROWS, PIECE_INPUTS = 8, 64
 PIECE_WORDS = 192  # int32: of each thread 4 with signs and mantissas, then of each thread 2 others
 MANTISSA, EXPONENT = 0x807F807F, 0x07800780
 UNIT = 112  # a weight is what a register has, times 2 ** UNIT, times the row's scale

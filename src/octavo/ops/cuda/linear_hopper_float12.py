@@ -28,28 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.float12 import (
-    EXPONENT,
-    MANTISSA,
-    PIECE_INPUTS,
-    PIECE_ROWS,
-    PIECE_WORDS,
-    Float12Weight,
-)
+from octavo.float12 import MOST_FOLDED, PIECE_INPUTS, PIECE_ROWS
+from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weight
 from octavo.ops.cuda.linear_hopper import _fetch_tile, _finish, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue
 
-_MOST_TOKENS = 128
-_MOST_FOLDED = 16  # tokens: with more, folded tiles multiply more than they save
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _REGISTERS = 65536  # per SM
 _MOST_REGISTERS = 255  # of a thread
 _MOST_STAGES = 16
-_MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
-_MIN_ROWS = 1024
 _SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
 _TILE_PIECES = 8  # of a warpgroup
 
@@ -93,23 +83,12 @@ class Float12Tiles:
         return max(2, min(_MOST_STAGES, most, self.steps(size)))
 
 
-def pays_in_float12(num_tokens: int, num_rows: int) -> bool:
-    """Whether the product takes less time with W [num_rows, _] in 12 bits than in bfloat16.
-
-    A W of many rows, as the head has, does up to 128 tokens; others are folded, for up to 16. One
-    token times these is left to kernels that norm their inputs, too.
-    """
-    if num_rows >= _MANY_ROWS:
-        return num_tokens <= _MOST_TOKENS
-    return num_rows >= _MIN_ROWS and 1 < num_tokens <= _MOST_FOLDED
-
-
 @cache
 def choose_float12_tiles(num_tokens: int, num_rows: int, num_programs: int) -> Float12Tiles:
     """The tiles for up to 128 tokens; num_programs: that are at work at the same time, two per
     SM."""
     tokens = max(8, triton.next_power_of_2(num_tokens))
-    if tokens <= _MOST_FOLDED:
+    if tokens <= MOST_FOLDED:
         folds = (fold for fold in (4, 2) if triton.cdiv(fold * num_rows, 64) <= num_programs)
         fold = next(folds, 1)
         return Float12Tiles(tokens, fold=fold, blocks=1 if tokens * fold > 32 else 2)

@@ -116,10 +116,8 @@ class CudaDevice(Device):
         kept = demand.model_config.kept_by(self.weight_kernels(demand.dtype))
         weights = kept.least_weight_bytes(demand.dtype.itemsize)
         if weights > total:
-            copy = kept.head.float12_bytes
-            head = f" ({format_bytes(copy)} of them for float12_head)" if copy else ""
             raise OutOfMemory(
-                f"the weights take {format_bytes(weights)}{head} in {demand.dtype}, but this "
+                f"the weights take {format_bytes(weights)} in {demand.dtype}, but this "
                 f"process may take {format_bytes(total)}; use a smaller model or dtype, raise "
                 "gpu_memory_utilization, or free memory on the device"
             )

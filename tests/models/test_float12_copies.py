@@ -25,7 +25,7 @@ from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue
 from octavo.parallel import Shard
-from octavo.weight_forms import with_float12_head
+from octavo.weight_forms import with_float12_copies
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 90)]
 
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_rounded_head(
     sizes = sizes if name == "bart" else {"hidden_size": 64, **sizes}
     directory = model_zoo.write_model(name, tmp_path / "model", **sizes)
     with load(directory, **options) as llm:
-        assert llm.engine.config.float12_head
+        assert llm.engine.config.float12_copies
         assert llm.engine.model_config.head.float12_copy
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1, "the head's"
         found = results(llm)
@@ -102,15 +102,15 @@ def test_a_head_that_a_quantizer_left_alone_has_a_copy(
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1
 
 
-@pytest.mark.parametrize("options", [{"float12_head": False}, {"dtype": "float32"}])
+@pytest.mark.parametrize("options", [{"float12_copies": False}, {"dtype": "float32"}])
 def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path) -> None:
     directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
     with load(directory, **options) as llm:
         assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
-        assert not llm.engine.config.float12_head
+        assert not llm.engine.config.float12_copies
         assert not llm.engine.model_config.head.float12_copy
         weights = llm.engine.executor.capacity.budget.weights
-    with load(directory, **{"float12_head": True, "dtype": "bfloat16"}) as llm:
+    with load(directory, **{"float12_copies": True, "dtype": "bfloat16"}) as llm:
         size = llm.engine.model_config.head.float12_bytes
         if "dtype" not in options:
             assert llm.engine.executor.capacity.budget.weights == weights + size > weights
@@ -118,7 +118,7 @@ def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path)
 
 def test_other_devices_ignore_the_option() -> None:
     with load("demo") as llm:
-        assert not llm.engine.config.float12_head
+        assert not llm.engine.config.float12_copies
 
 
 def test_a_head_that_is_not_finite_has_no_copy(hopper: Hopper, tmp_path: Path) -> None:
@@ -182,16 +182,16 @@ def test_bytes_of_a_copy(num_rows: int, size: int, monkeypatch: pytest.MonkeyPat
 def test_ranks_have_copies_of_their_parts() -> None:
     root = Path(__file__).parents[2]
     config = read_model_config(root / "benchmarks/configs/llama-3-8b")
-    config = with_float12_head(config, True, "bfloat16", "hopper")
+    config = with_float12_copies(config, True, "bfloat16", "hopper")
     whole = config.head.float12_bytes
     assert whole == 128_256 * (4096 * 3 // 2 + 4)
     assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
     table = config.weight_bytes(2)
     assert config.least_weight_bytes(2) == table + whole
     for kernels in ("ada", "ampere", "cpu", "none"):
-        assert not with_float12_head(config, True, "bfloat16", kernels).head.float12_copy  # type: ignore[arg-type]
-    assert not with_float12_head(config, True, "float16", "hopper").head.float12_copy
-    assert not with_float12_head(config, False, "bfloat16", "hopper").head.float12_copy
+        assert not with_float12_copies(config, True, "bfloat16", kernels).head.float12_copy  # type: ignore[arg-type]
+    assert not with_float12_copies(config, True, "float16", "hopper").head.float12_copy
+    assert not with_float12_copies(config, False, "bfloat16", "hopper").head.float12_copy
 
 
 @pytest.mark.gpu
@@ -201,7 +201,7 @@ class TestOnGpu:
     SIZES = (1 << 16, 256)  # of the smallest head that has a copy
 
     def load(self, directory: Path, is_asked: bool, load_format: Any = "auto") -> CausalLM:
-        config = with_float12_head(read_model_config(directory), is_asked, "bfloat16", "hopper")
+        config = with_float12_copies(read_model_config(directory), is_asked, "bfloat16", "hopper")
         return load_model(config, torch.bfloat16, self.DEVICE, SingleRank(), load_format)
 
     @pytest.fixture(autouse=True)
