@@ -12,30 +12,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import float12
 from octavo.layers import linear as layers_linear
 from octavo.ops.cuda.float12 import Float12Weight, pack_float12, takes_float12, unpack_float12
 from octavo.ops.linear import LinearKernel, TorchLinear
 from octavo.worker.device.cpu import CpuDevice
 
-MOST_TOKENS = 64
-
 
 class Hopper:
-    """Makes projections as a Hopper GPU has them, with a copy of any size of head."""
+    """Makes projections as a Hopper GPU has them, with copies of weights of any size, which up to
+    128 tokens are multiplied by."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[int] = []  # numbers of tokens that were multiplied by a copy
-        self.rounds = False  # heads have no copy, and the weight that would be read from it
+        self.rounds = False  # no copies, but weights as they would be read from them
         package = "octavo.ops.cuda"
         kernel: Any = ModuleType(f"{package}.linear_hopper_float12")
-        kernel.MOST_TOKENS, kernel.linear_float12 = MOST_TOKENS, self._multiply
+        kernel.linear_float12 = self._multiply
         monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
         name = f"{package}.linear_copied"
         monkeypatch.delitem(sys.modules, name, raising=False)
         module = import_module(name)
         monkeypatch.setitem(sys.modules, name, module)
         self.kernel: type = module.CopiedLinear
-        monkeypatch.setattr("octavo.layers.config.FLOAT12_LEAST_SIZE", 1)
+        for limit in ("MANY_ROWS", "_LEAST_ROWS", "_LEAST_SIZE"):
+            monkeypatch.setattr(float12, limit, 1)
         monkeypatch.setattr(layers_linear, "make_linear_kernel", self._make)
         monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args: None)
         monkeypatch.setattr(CpuDevice, "weight_kernels", lambda *args: "hopper")
@@ -47,12 +48,12 @@ class Hopper:
             return TorchLinear(weight)
         if self.rounds:
             return TorchLinear(unpack_float12(pack_float12(weight)))
-        kernel: LinearKernel = self.kernel(weight)
+        kernel: LinearKernel = self.kernel(weight, is_chained)
         return kernel
 
     def _multiply(self, x: Tensor, weight: Float12Weight, bias: Tensor | None) -> Tensor:
         assert x.dtype == torch.bfloat16
-        assert x.is_contiguous()
-        assert 1 <= len(x) <= MOST_TOKENS
+        assert x.stride(0) % 8 == 0
+        assert 1 <= len(x) <= float12.MOST_TOKENS
         self.calls.append(len(x))
         return F.linear(x, unpack_float12(weight), bias)

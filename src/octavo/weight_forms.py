@@ -14,7 +14,7 @@ loader cannot quantize.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers

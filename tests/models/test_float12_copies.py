@@ -14,13 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import model_zoo
-from float12_doubles import MOST_TOKENS, Hopper
-from octavo import LLM, SamplingParams
-from octavo.layers.config import FLOAT12_TOKENS, LinearConfig
+from float12_doubles import Hopper
+from octavo import LLM, SamplingParams, float12
+from octavo.config import make_config
+from octavo.float12 import MOST_TOKENS
+from octavo.layers.config import ExpertsConfig, LinearConfig
 from octavo.layers.linear import Projection
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
-from octavo.models.registry import read_model_config
+from octavo.models.quantization import WeightKernels
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue
@@ -65,6 +68,7 @@ def results(llm: LLM) -> tuple[list[list[int]], list[float]]:
         ("gemma2", {}, {}),  # soft caps
         ("phimoe", {}, {}),  # a bias
         ("bart", {"d_model": 64}, {}),  # a bias of the logits
+        ("qwen3_moe", {}, {}),  # copies of attention's projections
     ],
 )
 def test_tokens_are_those_of_the_rounded_head(
@@ -75,7 +79,15 @@ def test_tokens_are_those_of_the_rounded_head(
     with load(directory, **options) as llm:
         assert llm.engine.config.float12_copies
         assert llm.engine.model_config.head.float12_copy
-        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1, "the head's"
+        attentions = [
+            layer.attention
+            for layer in llm.engine.model_config.layers
+            if isinstance(layer.mlp, ExpertsConfig)
+        ]
+        assert bool(attentions) == (name in ("phimoe", "qwen3_moe"))
+        projections = [each for of in attentions for each in (of.qkv, of.output)]
+        expected = 1 + sum(each.in_features % 64 == 0 for each in projections)
+        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == expected
         found = results(llm)
     assert hopper.calls
     hopper.rounds = True
@@ -152,25 +164,26 @@ def test_few_tokens_are_multiplied_by_the_copy(
     read = unpack_float12(pack_float12(weight)) if is_few else weight
     assert not torch.equal(read, weight) or not is_few
     assert torch.equal(kernel.apply(x, bias, Epilogue.NONE), F.linear(x, read, bias))
-    assert hopper.calls == [num_tokens] * is_few
+    assert torch.equal(kernel.apply_partial(x, bias), F.linear(x, read, bias))
+    assert hopper.calls == 2 * [num_tokens] * is_few
 
 
 def test_what_the_kernel_does_not_take_is_multiplied_by_the_weight(hopper: Hopper) -> None:
     x, weight, _ = operands(8)
     kernel = hopper.kernel(weight)
-    wide = torch.randn(8, 200).bfloat16()
+    wide = torch.randn(8, 196).bfloat16()
     for given in (wide[:, :192], wide.flatten()[4 : 4 + 8 * 192].view(8, 192)):
         assert torch.equal(kernel.apply(given, None, Epilogue.NONE), F.linear(given, weight))
     activated = kernel.apply(x, None, Epilogue.RELU)
     assert torch.equal(activated, F.linear(x, weight).relu())
-    assert torch.equal(kernel.apply_partial(x, None), F.linear(x, weight))
     assert not hopper.calls
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 64), (131, 192)])
 def test_bytes_of_a_copy(num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not LinearConfig(size, (num_rows,)).with_float12_copy().float12_copy, "small"
-    monkeypatch.setattr("octavo.layers.config.FLOAT12_LEAST_SIZE", num_rows * size)
+    monkeypatch.setattr(float12, "_LEAST_ROWS", num_rows)
+    monkeypatch.setattr(float12, "_LEAST_SIZE", num_rows * size)
     config = LinearConfig(size, (num_rows,))
     assert config.float12_bytes == 0
     copied = config.with_float12_copy()
@@ -179,19 +192,59 @@ def test_bytes_of_a_copy(num_rows: int, size: int, monkeypatch: pytest.MonkeyPat
     assert not LinearConfig(size, (num_rows - 1,)).with_float12_copy().float12_copy
 
 
+CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
+GB = 10**9
+
+
 def test_ranks_have_copies_of_their_parts() -> None:
-    root = Path(__file__).parents[2]
-    config = read_model_config(root / "benchmarks/configs/llama-3-8b")
-    config = with_float12_copies(config, True, "bfloat16", "hopper")
+    plain = read_model_config(CONFIGS / "llama-3-8b")
+    config = plain.with_float12_copies()
     whole = config.head.float12_bytes
     assert whole == 128_256 * (4096 * 3 // 2 + 4)
     assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
-    table = config.weight_bytes(2)
-    assert config.least_weight_bytes(2) == table + whole
-    for kernels in ("ada", "ampere", "cpu", "none"):
-        assert not with_float12_copies(config, True, "bfloat16", kernels).head.float12_copy  # type: ignore[arg-type]
-    assert not with_float12_copies(config, True, "float16", "hopper").head.float12_copy
-    assert not with_float12_copies(config, False, "bfloat16", "hopper").head.float12_copy
+    assert config.float12_bytes == whole, "of the head alone"
+    assert config.least_weight_bytes(2) == plain.weight_bytes(2) + whole
+
+
+def test_attention_has_copies_beside_experts() -> None:
+    config = read_model_config(CONFIGS / "gpt-oss-20b-mxfp4").with_float12_copies()
+    attention = config.layers[0].attention
+    expected = 2 * (5120 * 2880 + 2880 * 4096) - attention.qkv.float12_bytes
+    expected -= attention.output.float12_bytes
+    assert expected > 0
+    layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.float12_bytes
+    assert config.float12_saves(1) == head, "one token is left to other kernels in layers"
+    assert config.float12_saves(2) == config.float12_saves(16) == head + layers * expected
+    assert config.float12_saves(17) == config.float12_saves(128) == head
+    assert config.float12_saves(129) == 0
+    quantized = quantized_on_load(read_model_config(CONFIGS / "qwen3-30b-a3b"), "fp8")
+    assert quantized.with_float12_copies().float12_saves(8) == (
+        quantized.with_float12_copies().head.float12_saves(8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "total", "kernels", "has_copies"),
+    [
+        ({}, "bfloat16", 80 * GB, "hopper", True),
+        ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", False),
+        ({}, "float16", 80 * GB, "hopper", False),
+        ({}, "bfloat16", 80 * GB, "ada", False),
+        ({}, "bfloat16", 80 * GB, "cpu", False),
+        ({}, "bfloat16", 23 * GB, "hopper", True),  # 0.79 GB of 7 beside 16 GB of weights
+        ({}, "bfloat16", 22 * GB, "hopper", False),
+        ({}, "bfloat16", 10 * GB, "hopper", False),  # fewer than the weights take
+        ({"tensor_parallel_size": 2}, "bfloat16", 12 * GB, "hopper", True),
+    ],
+)
+def test_who_has_copies(
+    options: dict[str, Any], dtype: str, total: int, kernels: WeightKernels, has_copies: bool
+) -> None:
+    model = read_model_config(CONFIGS / "llama-3-8b")
+    config = make_config(str(CONFIGS / "llama-3-8b"), **options)
+    made = with_float12_copies(config, model, dtype, total, kernels)
+    assert made.head.float12_copy == has_copies
+    assert has_copies or made is model
 
 
 @pytest.mark.gpu
@@ -201,7 +254,8 @@ class TestOnGpu:
     SIZES = (1 << 16, 256)  # of the smallest head that has a copy
 
     def load(self, directory: Path, is_asked: bool, load_format: Any = "auto") -> CausalLM:
-        config = with_float12_copies(read_model_config(directory), is_asked, "bfloat16", "hopper")
+        config = read_model_config(directory)
+        config = config.with_float12_copies() if is_asked else config
         return load_model(config, torch.bfloat16, self.DEVICE, SingleRank(), load_format)
 
     @pytest.fixture(autouse=True)
@@ -216,12 +270,9 @@ class TestOnGpu:
         return model_zoo.write_model("llama3", tmp_path, tie_word_embeddings=True, **sizes)
 
     def test_logits_of_few_and_of_many_tokens(self, directory: Path) -> None:
-        from octavo.ops.cuda.linear_hopper_float12 import MOST_TOKENS
-
         from octavo.ops.cuda.linear import CudaLinear
         from octavo.ops.cuda.linear_copied import CopiedLinear
 
-        assert MOST_TOKENS == FLOAT12_TOKENS
         start = torch.cuda.memory_allocated()
         plain, middle = self.load(directory, False), torch.cuda.memory_allocated()
         copied, end = self.load(directory, True), torch.cuda.memory_allocated()
@@ -229,7 +280,7 @@ class TestOnGpu:
         assert type(copied.head.linear._kernel) is CopiedLinear
         expected = copied.head.linear.config.float12_bytes
         assert end - middle - (middle - start) == pytest.approx(expected, rel=0.02)
-        for num_tokens in (1, 2, 7, 16, 33, 64, 65, 300):
+        for num_tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 300):
             hidden = torch.randn(num_tokens, self.SIZES[1], device=self.DEVICE).bfloat16()
             wanted = F.linear(hidden.double(), plain.token_table.double())
             for model in (plain, copied):

@@ -7,13 +7,13 @@ import torch
 from gluon_emulator import Emulated
 from torch import Tensor
 
+from octavo.float12 import has_use, is_faster
 from octavo.ops.cuda import linear_hopper_float12
 from octavo.ops.cuda.float12 import pack_float12, unpack_float12
 from octavo.ops.cuda.linear_hopper_float12 import (
     Float12Tiles,
     choose_float12_tiles,
     linear_float12,
-    pays_in_float12,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -103,9 +103,10 @@ def test_tiles_fit(num_rows: int, size: int) -> None:
 
 
 def test_which_products_pay() -> None:
-    assert [n for n in (1, 2, 16, 17, 128, 129) if pays_in_float12(n, 5120)] == [2, 16]
-    assert [n for n in (1, 128, 129, 2048) if pays_in_float12(n, 128256)] == [1, 128]
-    assert not pays_in_float12(8, 512)
+    assert [n for n in (1, 2, 16, 17, 128, 129) if is_faster(n, 5120)] == [2, 16]
+    assert [n for n in (1, 128, 129, 2048) if is_faster(n, 128256)] == [1, 128]
+    assert has_use(2048, 4096)
+    assert not any(has_use(*each) for each in ((512, 1 << 20), (2048, 1024), (4096, 4100)))
 
 
 @pytest.mark.gpu

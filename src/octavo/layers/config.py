@@ -206,7 +206,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
-    float12_copies: bool = False  # whether plain projections have them (LinearConfig)
+    float12_copies: bool = False  # whether its projections have them (LinearConfig)
     shard: Shard = WHOLE  # which part of the query heads these are
     kv_shard: Shard = WHOLE  # which part of the KV heads these are
 
@@ -239,7 +239,7 @@ class AttentionConfig:
             self.linear_method,
             out_shards=(self.shard, self.kv_shard, self.kv_shard),
         )
-        return qkv.with_float12_copy() if self._has_copies else qkv
+        return qkv.with_float12_copy() if self.float12_copies else qkv
 
     @property
     def query(self) -> LinearConfig:
@@ -262,11 +262,7 @@ class AttentionConfig:
             self.linear_method,
             in_shard=self.shard,
         )
-        return output.with_float12_copy() if self._has_copies else output
-
-    @property
-    def _has_copies(self) -> bool:
-        return self.float12_copies and self.linear_method == "plain"
+        return output.with_float12_copy() if self.float12_copies else output
 
     @property
     def score_features(self) -> frozenset[str]:

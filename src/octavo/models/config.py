@@ -285,12 +285,6 @@ class ModelDescription:
         )
         return head.with_float12_copy() if self.float12_copies else head
 
-    def with_float12_copies(self) -> Self:
-        """The same model with copies in 12 bits of the head and of attention's projections in
-        layers with experts, where their shapes take them."""
-        layers = tuple(each.with_float12_copies() for each in self.layers)
-        return replace(self, float12_copies=True, layers=layers)
-
     @property
     def float12_bytes(self) -> int:
         """What all copies in 12 bits take."""
@@ -490,6 +484,14 @@ class ModelConfig(ModelDescription):
             taken = dtype_bytes if form.weight_bytes is None else form.weight_bytes
             saved.append(int((dtype_bytes - taken) * number * is_kept))
         return saved[0], saved[1]
+
+    def with_float12_copies(self) -> ModelConfig:
+        """The same model with copies in 12 bits of the head and, in layers with experts, of
+        attention's projections that are not quantized, where their shapes take them."""
+        layers, quantization = self.layers, self.quantization
+        if quantization is None or quantization.weight_bytes is None:
+            layers = tuple(each.with_float12_copies() for each in layers)
+        return replace(self, float12_copies=True, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""
