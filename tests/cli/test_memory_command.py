@@ -194,7 +194,7 @@ def test_the_memory_command_says_what_auto_takes_and_what_is_dequantized(octavo:
     run = octavo("memory", LLAMA_8B, "--gpu", "h200", "--device-memory", "12GiB")
     assert "of 12.00 GiB, weights take 14.96 GiB" in run.stderr
     assert re.search(r"^as stored +do not fit", run.stdout, re.M), "what would fit is shown"
-    assert re.search(r"^int4 +5\.\d\d GiB", run.stdout, re.M)
+    assert re.search(r"^int4 +6\.\d\d GiB", run.stdout, re.M)
     assert "auto: int4, because bfloat16 takes 14.96 GiB and does" in " ".join(run.stdout.split())
     run = octavo("memory", LLAMA_8B, "--quantization", "auto")
     assert "quantization: auto depends on the device: name it by --gpu" in run.stderr
