@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
+from octavo import float12
 from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
-from octavo.layers.config import LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.simulation.gpus import GPU
 from octavo.simulation.step_shape import StepShape
@@ -115,7 +115,7 @@ class ModelSize:
     num_layers: int
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
-    head: LinearConfig | None = None  # which may have a copy in 12 bits, that few rows read
+    copy_saves: int = 0  # bytes fewer than the head has its copy in 12 bits, for few rows of logits
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
@@ -139,13 +139,13 @@ class ModelSize:
             num_layers=model.num_layers,
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
-            head=model.head,
+            copy_saves=model.head.float12_saves(1),
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Of weights, by a step of so many tokens and rows of logits, if all choices of experts are
         equally likely."""
-        saved = 0 if self.head is None else self.head.float12_saves(num_logits)
+        saved = self.copy_saves if num_logits <= float12.MOST_TOKENS else 0
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
 
 
