@@ -60,6 +60,11 @@ class DirectStaging:
         if then is not None:
             then()
 
+    send = flush
+
+    def receive(self) -> None:
+        """See Staging.receive: it has been."""
+
     def release(self) -> None:
         """See Staging.release: nothing is uploaded again."""
 

@@ -261,8 +261,15 @@ class Staging(Protocol):
             was given to the device since the last `release`.
         """
 
+    def send(self, then: Callable[[], None] | None = None) -> None:
+        """As `flush`, but the device may compute with it from the next `receive` on: what it is
+        given until then does not wait for the upload."""
+
+    def receive(self) -> None:
+        """The device computes with what was sent from here on."""
+
     def release(self) -> None:
-        """What the device is given from here on does not read what was flushed last."""
+        """What the device is given from here on does not read what was received last."""
 
 
 class HostStaging:
@@ -277,6 +284,11 @@ class HostStaging:
         """See Staging.flush."""
         if then is not None:
             then()
+
+    send = flush
+
+    def receive(self) -> None:
+        """See Staging.receive."""
 
     def release(self) -> None:
         """See Staging.release."""

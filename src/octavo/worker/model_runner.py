@@ -206,7 +206,7 @@ class ModelRunner:
             if previous is not None:
                 previous.finish_draw()  # as late as can be: masks may still be missing
             staging.flush(None if table_update is None else table_update.carry_out)
-            self._draw_staging.flush()
+            self._draw_staging.send()  # once the tokens before are drawn, which layers do not await
             started = (
                 device.moment() if previous is None else previous.end_ahead() or device.moment()
             )
@@ -391,6 +391,7 @@ class ModelRunner:
         device, batch, plan = self._device, self._batch, step.plan
         staged, hidden, masks = inputs
         with torch.inference_mode(), device.computing:
+            self._draw_staging.receive()
             choice = Choice.nothing(device.torch_device)
             if staged is not None and staged.sampling is not None:
                 assert hidden is not None, "the step has computed something"

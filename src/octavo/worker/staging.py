@@ -35,10 +35,11 @@ class _Region:
 class UploadStaging:
     """Owns a buffer on the device and several of the same size in pinned memory.
 
-    A step calls `begin`, `put` for each of its arrays, and `flush`. A name always has the
-    same address, so captured graphs find the arrays of any step. The upload runs after the kernels
-    that may still read what it replaces: those before the previous `release`, on a stream of its
-    own, so that it is done when the device gets to the step; without one, all of the stream.
+    A step calls `begin`, `put` for each of its arrays, and `flush`, or `send` and `receive`. A name
+    always has the same address, so captured graphs find the arrays of any step. The upload runs
+    after the kernels that may still read what it replaces: those before the previous `release`, on
+    a stream of its own, so that it is done when the device gets to the step; without one, all of
+    the stream.
 
     Arrays that grow with sequences lie at the beginning of the buffers, and those that grow with
     tokens at their end, where steps that only decode put nothing: they upload some KB in place of
@@ -87,6 +88,7 @@ class UploadStaging:
         self._current = 0
         self._used, self._used_from = 0, num_bytes  # of the beginning; of the end
         self._is_released = False
+        self._sent: torch.cuda.Event | None = None  # and not received yet
         if is_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -140,23 +142,32 @@ class UploadStaging:
 
     def flush(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.flush."""
+        self.send(then)
+        self.receive()
+
+    def send(self, then: Callable[[], None] | None = None) -> None:
+        """See Staging.send."""
         if not self._copied:
             self._upload(then)
             return
-        current, copied = (
-            torch.cuda.current_stream(self._device.device),
-            self._copied[self._current],
-        )
+        assert self._sent is None, "what was sent has not been received"
+        copied = self._copied[self._current]
         if self._is_released:
             self._stream.wait_event(self._released)
             with torch.cuda.stream(self._stream):
                 self._upload(then)
                 copied.record(self._stream)
-            current.wait_event(copied)
+            self._sent = copied
         else:
             self._upload(then)
-            copied.record(current)
+            copied.record(torch.cuda.current_stream(self._device.device))
         self._is_released = False
+
+    def receive(self) -> None:
+        """See Staging.receive."""
+        if self._sent is not None:
+            torch.cuda.current_stream(self._device.device).wait_event(self._sent)
+            self._sent = None
 
     def _upload(self, then: Callable[[], None] | None) -> None:
         host = self._hosts[self._current]
