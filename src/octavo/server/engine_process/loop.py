@@ -217,10 +217,14 @@ def engine_info(engine: Engine) -> m.EngineInfo:
     config, capacity = engine.config, engine.executor.capacity
     assert config.quantization != "auto", "the executor has chosen"
     stored = engine.model_config.quantization
+    max_encoder_len = engine.model_config.longest_encoder_input(
+        config.scheduler.max_num_batched_tokens
+    )
     return m.EngineInfo(
         model=config.model,
         pid=os.getpid(),
         max_model_len=engine.max_model_len,
+        max_encoder_len=max_encoder_len or None,
         vocab_size=engine.model_config.vocab_size,
         block_size=engine.kv.block_size,
         num_blocks=engine.kv.pool.num_blocks,
