@@ -49,7 +49,7 @@ class ModelFiles(Protocol):
 
     def tokenizer_source(self) -> str | None:
         """What other libraries read the tokenizer from: the name of a tokenizer.json, or what would
-        be in it. None: the model has no tokenizer."""
+        be in it. None: the model has no tokenizer, or one that they do not read."""
 
     def describe(self, weights: bool = True) -> dict[str, str]:
         """What tells whether two paths hold the same model, without reading the weights.
@@ -113,12 +113,10 @@ class ModelDirectory:
         )
 
     def tokenizer_source(self) -> str | None:
-        """See ModelFiles.tokenizer_source."""
+        """See ModelFiles.tokenizer_source. Those of SentencePiece are not built for it, which takes
+        seconds: llguidance refuses vocabularies that mark spaces and have no bytes."""
         file = self.path / "tokenizer.json"
-        if file.is_file():
-            return str(file)
-        backend = find_tokenizer(self.path)
-        return None if backend is None else backend.to_str()
+        return str(file) if file.is_file() else None
 
     def describe(self, weights: bool = True) -> dict[str, str]:
         """See ModelFiles.describe."""

@@ -11,11 +11,14 @@ import struct
 from pathlib import Path
 
 import pytest
+from llguidance import LLTokenizer
 
+from octavo import model_files
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import ModelError
+from octavo.errors import InvalidRequest, ModelError
 from octavo.model_files import open_files
 from octavo.sentencepiece import PieceType, find_tokenizer
+from octavo.structured.guidance import Guidance
 
 # Pieces with their scores; the first three have types of their own.
 SOURCE = {
@@ -75,7 +78,6 @@ def test_marian(tmp_path: Path) -> None:
         assert tokenizer.encode(f">>fra<< {text}") == ids, text
     output = [pieces.index(piece) for piece in ("\u2581der", "\u2581Block", "s", "</s>")]
     assert tokenizer.decode(output, skip_special_tokens=True) == "der Blocks"
-    assert open_files(tmp_path).tokenizer_source() is not None
 
 
 def test_t5(tmp_path: Path) -> None:
@@ -92,6 +94,19 @@ def test_t5(tmp_path: Path) -> None:
         assert tokenizer.vocab_size == len(pieces) + num_extra
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
     assert Tokenizer.find(tmp_path) is None, "whose rules are others"
+
+
+def test_it_is_not_built_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance would refuse it: the engine would take seconds to find out."""
+    marian(tmp_path)
+    found = find_tokenizer(tmp_path)
+    assert found is not None
+    with pytest.raises(ValueError, match="decoder type"):
+        LLTokenizer(found.to_str())
+    monkeypatch.setattr(model_files, "find_tokenizer", pytest.fail)
+    assert open_files(tmp_path).tokenizer_source() is None
+    with pytest.raises(InvalidRequest, match="no tokenizer that llguidance reads"):
+        Guidance(tmp_path, 30, [0]).load()
 
 
 def test_the_last_span_comes_first(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class WorldProcess:
         self.engine = WorldEngine(start.config, self._world.model_config, executor)
         self._loop = engine_loop.EngineLoop(self.engine, Inbox(self))  # type: ignore[arg-type]
         self._world.processes.append(self)
-        return engine_loop.engine_info(self.engine)
+        return self._loop.info()
 
     def send(self, command: m.Command) -> None:
         if not self.gone.done():

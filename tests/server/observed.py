@@ -31,6 +31,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "model": "demo",
         "pid": 1,
         "max_model_len": 512,
+        "max_encoder_len": None,
         "vocab_size": 1000,
         "block_size": BLOCK_SIZE,
         "num_blocks": NUM_BLOCKS,

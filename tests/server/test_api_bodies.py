@@ -277,7 +277,7 @@ def test_prompts_are_truncated(given: int | None, side: str | None) -> None:
         with pytest.raises(ApiError, match="truncation_side: it needs"):
             truncated(prompts, body, 10, 6)
     elif given == 100:
-        with pytest.raises(ApiError, match="truncate_prompt_tokens: 100 is more than the context"):
+        with pytest.raises(ApiError, match="truncate_prompt_tokens: 100 is more than the 10"):
             truncated(prompts, body, 10, 6)
     else:
         count = {None: 5, -1: 4}.get(given, given)  # type: ignore[call-overload]

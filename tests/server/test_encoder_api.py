@@ -41,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditio
 @pytest.fixture(scope="module")
 def t5(model: tuple[Path, T5ForConditionalGeneration]) -> Iterator[LiveServer]:
     options = (str(model[0]), "--log-level", "warning", "--block-size", "8")
-    with live_server(*options) as running:
+    with live_server(
+        *options, "--max-num-batched-tokens", "100", "--max-num-seqs", "16"
+    ) as running:
         yield running
 
 
@@ -73,9 +75,33 @@ def test_the_decoder_begins_with_decoder_input_ids(t5: LiveServer, model: tuple[
     assert [choice["token_ids"] for choice in both] == [reference(model, [0, 4, 9])] * 2
 
 
+def test_both_lengths_are_told_and_hold(t5: LiveServer) -> None:
+    """The encoder's is what a step computes, less a token of the decoder's."""
+    [card] = t5.get("/v1/models").json()["data"]
+    assert card == t5.get(f"/v1/models/{card['id']}").json()
+    longest = card["max_encoder_len"]
+    assert longest == 99
+    assert card["max_model_len"] > 1_000
+    assert t5.complete([5] * longest, max_tokens=1)["usage"]["prompt_tokens"] == longest
+    response = t5.post("/v1/completions", {"prompt": [5] * (longest + 1), "max_tokens": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(("given", "kept"), [(3, 3), (99, 99), (-1, 99)])
+def test_the_input_of_an_encoder_is_truncated_to_its_own_length(
+    t5: LiveServer, given: int, kept: int
+) -> None:
+    fields = {"max_tokens": 2, "return_token_ids": True, "truncate_prompt_tokens": given}
+    prompt = [*range(64)] * 100
+    [choice] = t5.complete(prompt, **fields)["choices"]
+    assert choice["prompt_token_ids"] == prompt[-kept:]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        ({"truncate_prompt_tokens": 100}, "truncate_prompt_tokens", "more than the 99 tokens"),
         ({"echo": True}, "echo", "does not continue the input of an encoder"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "an encoder does not predict its input"),
         ({"decoder_input_ids": []}, "decoder_input_ids", "at least 1"),
@@ -114,6 +140,12 @@ def test_the_dashboard_names_both_block_tables(t5: LiveServer) -> None:
         assert next(lines) == "event: hello"
         about = json.loads(next(lines).removeprefix("data: "))
     assert about["kv_group_names"] == ["full attention", "cross-attention"]
+
+
+def test_a_decoder_alone_has_no_length_of_an_encoder(server: LiveServer) -> None:
+    [card] = server.get("/v1/models").json()["data"]
+    assert card["max_encoder_len"] is None
+    assert server.get("/tokenizer_info").json()["model_max_length"] == card["max_model_len"]
 
 
 def test_decoder_input_ids_are_refused_without_an_encoder(server: LiveServer) -> None:

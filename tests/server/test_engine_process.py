@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +25,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.engine_process import loop as engine_loop
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.loop import EngineLoop
@@ -175,6 +178,20 @@ def test_a_step_is_reported_once() -> None:
     script = Script([Add(0, "r", prepared, 0.0)], [], [], [Abort("r")])
     EngineLoop(Engine(config, model_config, executor), script).run()
     assert [report.gauges.step_tokens for report in script.reports] == [3, 0]
+
+
+def test_what_predicts_steps_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is said of it is true of the engine's loop."""
+    config = make_config("demo", block_size=BLOCK_SIZE)
+    model_config = read_model_config(resolve_model("demo"))
+    for found in (None, SimpleNamespace(seconds=lambda plan: 1.0)):
+        finding = Mock(return_value=found)
+        monkeypatch.setattr(engine_loop, "find_predictor", finding)
+        engine = Engine(config, model_config, HarmfulExecutor(BLOCK_SIZE, 200, 0.0))
+        loop = EngineLoop(engine, Script())
+        assert loop.info().predicts_steps == (found is not None)
+        loop.run()
+        finding.assert_called_once_with(engine)
 
 
 def test_a_name_can_be_used_again_at_once() -> None:

@@ -246,6 +246,25 @@ def test_requests_with_one_prefix_go_where_it_is() -> None:
     run(test())
 
 
+def test_one_process_measures_what_quantization_loses(tmp_path: Path) -> None:
+    """Neither the other replicas nor processes that replace it do so again."""
+
+    async def test() -> None:
+        measured = tmp_path / "measured"
+        flag = f"measured={measured}"
+        async with symbolic_client(flag, replication=THREE, quantization="int8") as client:
+            first, last = client.replicas[0], client.replicas[-1]
+            pids = [first.pid]
+            for replica in (first, last, first):
+                num_restarts = replica.num_restarts
+                kill(replica)
+                while replica.num_restarts == num_restarts or replica.state != "ready":
+                    await asyncio.sleep(0.01)
+            assert [*map(int, measured.read_text().split())] == pids
+
+    run(test())
+
+
 def test_all_engines_keep_the_quantization_that_the_first_one_chose(tmp_path: Path) -> None:
     async def test() -> None:
         flag = f"memory={tmp_path / 'taken'}"

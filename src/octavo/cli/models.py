@@ -43,6 +43,8 @@ def models(as_json: bool) -> None:
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
         "tokenizer.json; of T5, mT5 and Marian also SentencePiece's files.\n"
+        "Encoder-decoder models have two limits: --max-model-len is the decoder's; a step takes "
+        "all of an encoder's input, which may have one token less than --max-num-batched-tokens.\n"
         f"GGUF files, with their tokenizers, of the architectures {', '.join(ARCHITECTURES)}.\n"
         f"dtype: {', '.join(get_args(DTypeName))} (float16 not on CPUs). "
         f"load-format: {', '.join(get_args(LoadFormat))}. "

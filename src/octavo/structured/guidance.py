@@ -385,7 +385,7 @@ class Guidance:
                 ) from None
             source = self._files.tokenizer_source()
             if source is None:
-                raise InvalidRequest(field, "the model has no tokenizer to read texts with")
+                raise InvalidRequest(field, "the model has no tokenizer that llguidance reads")
             try:
                 eos_ids = self._eos_ids or None
                 tokenizer = LLTokenizer(source, eos_token=eos_ids, slices=SLICES)

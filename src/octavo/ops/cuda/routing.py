@@ -539,6 +539,79 @@ def _store_marks(marks, tile, tokens, columns, marked, counts, num_experts, mark
 
 
 @triton.jit
+def _choose_and_list(
+    logits,
+    tokens,
+    columns,
+    is_token,
+    correction,
+    ids,
+    weights,
+    arrivals,
+    num_hit,
+    rows,
+    block_experts,
+    begins,
+    ends,
+    num_blocks,
+    num_experts,
+    scale,
+    reach,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALISES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What follows from the logits of a tile's tokens: their experts, stored; and with `rows`, the
+    rows of each expert. Returns marks, as `_store_choice`.
+
+    Args:
+        arrivals: where 0 is stored when the choice is made, if given.
+    """
+    choice = _choose(
+        logits,
+        columns,
+        correction,
+        num_experts,
+        scale,
+        reach,
+        TOP_K,
+        SCORING,
+        RENORMALISES,
+        GROUPS,
+        GROUP_SLOTS,
+        TOP_GROUPS,
+        BY_LOGITS,
+        SLOTS,
+    )
+    marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, SLOTS, PDL)
+    if arrivals is not None:
+        tl.store(arrivals, 0)
+    if tokens.shape[0] == 1:
+        _count_hit(num_hit, TOP_K)
+    if rows is not None:
+        _list_tile(
+            marks,
+            tokens,
+            columns,
+            rows,
+            block_experts,
+            begins,
+            ends,
+            num_blocks,
+            num_hit,
+            TOP_K,
+            PDL,
+        )
+    return marks
+
+
+@triton.jit
 def _multiplied(piece, values, result, IEEE: tl.constexpr):
     """result plus piece times values^T; with IEEE as exact as float32 is."""
     if IEEE:
@@ -682,40 +755,34 @@ def _route_kernel(
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         for i in tl.static_range(1, SPLITS):
             given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
-        choice = _choose(
+        marks = _choose_and_list(
             given,
+            tokens,
             every,
+            is_token,
             correction,
+            ids,
+            weights,
+            arrivals + tile,
+            num_hit,
+            rows,
+            block_experts,
+            begins,
+            ends,
+            num_blocks,
             num_experts,
             scale,
             reach,
             TOP_K,
+            SLOTS,
             SCORING,
             RENORMALISES,
             GROUPS,
             GROUP_SLOTS,
             TOP_GROUPS,
             BY_LOGITS,
-            SLOTS,
+            PDL,
         )
-        marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, SLOTS, PDL)
-        tl.store(arrivals + tile, 0)
-        if TOKENS == 1:
-            _count_hit(num_hit, TOP_K)
-        if rows is not None:
-            _list_tile(
-                marks,
-                tokens,
-                every,
-                rows,
-                block_experts,
-                begins,
-                ends,
-                num_blocks,
-                num_hit,
-                TOP_K,
-                PDL,
-            )
         if marked is not None:
             _store_marks(marks, tile, tokens, every, marked, counts, num_experts, marked_stride)
 

@@ -29,14 +29,7 @@ from torch import Tensor
 from octavo.ops.cuda.announcing import EMPTY, announced
 from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_rounded
-from octavo.ops.cuda.routing import (
-    CudaRouter,
-    _choose,
-    _empty_lists,
-    _list_tile,
-    _multiplied,
-    _store_choice,
-)
+from octavo.ops.cuda.routing import CudaRouter, _choose_and_list, _empty_lists, _multiplied
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
 from octavo.ops.norm import DeferredNorm
@@ -450,24 +443,31 @@ def _norm_and_route_kernel(
         shift += tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
     wait_previous(PDL)
     logits = _collect_logits(board, tokens, every, num_tokens, num_experts, SPLITS)
-    choice = _choose(
+    _choose_and_list(
         logits + shift[None, :],
+        tokens,
         every,
+        tokens < num_tokens,
         correction,
+        ids,
+        weights,
+        None,
+        num_hit,
+        rows,
+        block_experts,
+        begins,
+        ends,
+        num_blocks,
         num_experts,
         scale,
         reach,
         TOP_K,
+        0,
         SCORING,
         RENORMALISES,
         GROUPS,
         GROUP_SLOTS,
         TOP_GROUPS,
         BY_LOGITS,
-        0,
-    )
-    is_token = tokens < num_tokens
-    marks = _store_choice(ids, weights, choice, tokens, is_token, TOP_K, 0, PDL)
-    _list_tile(
-        marks, tokens, every, rows, block_experts, begins, ends, num_blocks, num_hit, TOP_K, PDL
+        PDL,
     )

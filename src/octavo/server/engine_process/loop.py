@@ -40,6 +40,7 @@ class EngineLoop:
         self._engine = engine
         self._channel = channel
         predictor = find_predictor(engine)
+        self._predicts_steps = predictor is not None
         self._recorder = Recorder(
             engine,
             lambda admitted: self._send(m.Admission(admitted)),
@@ -60,6 +61,39 @@ class EngineLoop:
         }
         self._is_over = False
         engine.intake = self._take_in
+
+    def info(self) -> m.EngineInfo:
+        """What the other side needs to know of the engine, which is ready."""
+        engine = self._engine
+        config, capacity = engine.config, engine.executor.capacity
+        assert config.quantization != "auto", "the executor has chosen"
+        stored = engine.model_config.quantization
+        max_encoder_len = engine.model_config.longest_encoder_input(
+            config.scheduler.max_num_batched_tokens
+        )
+        return m.EngineInfo(
+            model=config.model,
+            pid=os.getpid(),
+            max_model_len=engine.max_model_len,
+            max_encoder_len=max_encoder_len or None,
+            vocab_size=engine.model_config.vocab_size,
+            block_size=engine.kv.block_size,
+            num_blocks=engine.kv.pool.num_blocks,
+            num_swap_blocks=engine.kv.swap_pool.num_blocks,
+            kv_groups=str(capacity.layout),
+            kv_group_names=tuple(map(str, capacity.layout.specs)),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            enable_prefix_caching=engine.kv.enable_prefix_caching,
+            policy=config.scheduler.policy,
+            dtype=config.dtype_for(engine.model_config.dtype),
+            stored_quantization=None if config.quantization or stored is None else stored.method,
+            load_quantization=config.quantization,
+            kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
+            device=config.device,
+            num_ranks=capacity.num_ranks,
+            budget=capacity.budget,
+            predicts_steps=self._predicts_steps,
+        )
 
     def run(self) -> None:
         """Until the other side is gone."""
@@ -212,36 +246,6 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
 
-def engine_info(engine: Engine) -> m.EngineInfo:
-    """What the other side needs to know of an engine that is ready."""
-    config, capacity = engine.config, engine.executor.capacity
-    assert config.quantization != "auto", "the executor has chosen"
-    stored = engine.model_config.quantization
-    return m.EngineInfo(
-        model=config.model,
-        pid=os.getpid(),
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.model_config.vocab_size,
-        block_size=engine.kv.block_size,
-        num_blocks=engine.kv.pool.num_blocks,
-        num_swap_blocks=engine.kv.swap_pool.num_blocks,
-        kv_groups=str(capacity.layout),
-        kv_group_names=tuple(map(str, capacity.layout.specs)),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        enable_prefix_caching=engine.kv.enable_prefix_caching,
-        policy=config.scheduler.policy,
-        dtype=config.dtype_for(engine.model_config.dtype),
-        stored_quantization=None if config.quantization or stored is None else stored.method,
-        load_quantization=config.quantization,
-        float12_copies=config.float12_copies,
-        kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
-        device=config.device,
-        num_ranks=capacity.num_ranks,
-        budget=capacity.budget,
-        predicts_steps=find_predictor(engine) is not None,
-    )
-
-
 def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Make the engine that the first message asks for, and serve it. Returns the exit status."""
     channel = Channel(open_connection(file_descriptor))
@@ -260,8 +264,9 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
         channel.send(m.encode(m.StartFailed(report_of(error), traceback.format_exc())))
         return 1
     try:
-        channel.send(m.encode(engine_info(engine)))
-        EngineLoop(engine, channel).run()
+        loop = EngineLoop(engine, channel)
+        channel.send(m.encode(loop.info()))
+        loop.run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone
     except Exception as error:

@@ -116,7 +116,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
     model: str  # as it was configured
     pid: int
-    max_model_len: int  # tokens, prompt and output
+    max_model_len: int  # tokens, prompt and output; with an encoder: of the decoder
+    max_encoder_len: int | None  # tokens of a prompt that an encoder reads; None without one
     vocab_size: int
     block_size: int  # tokens
     num_blocks: int
@@ -136,6 +137,11 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     budget: MemoryBudget  # of each of them
     predicts_steps: bool  # whether Counters.predicted_seconds has a meaning
     num_restarts: int = 0  # engine processes before this one
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt, without any room for output beside it."""
+        return self.max_model_len if self.max_encoder_len is None else self.max_encoder_len
 
     @property
     def quantization(self) -> str:

@@ -74,7 +74,8 @@ class Replica:
         """
         Args:
             number: 0, 1, ...: by which replicas are told apart.
-            config: the options of its engine.
+            config: the options of its engine. Of the server's engine processes, only the first one
+                of replica 0 measures what quantization loses: it is the same in all.
             supervision: how patient to be with the process.
             owner: gets the requests of a process that has died.
             command: starts an engine process; see `EngineProcess`.
@@ -87,7 +88,7 @@ class Replica:
         self.gauges = Gauges()  # after the last step
         self.load = 0  # tokens of its requests, as the router counts them
         self.exchange = Exchange(number, owner)
-        self._config = config
+        self._config = config if number == 0 else _unmeasured(config)
         self._supervision = supervision
         self._owner = owner
         self._command = command
@@ -236,6 +237,7 @@ class Replica:
             self._num_fruitless, self._revival_time = 0, None
         self.state = "ready"
         self.keep_quantization(info)
+        self._config = _unmeasured(self._config)
         self.info = replace(info, num_restarts=self.num_restarts)
         self.gauges = Gauges(
             num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
@@ -363,6 +365,10 @@ class Replica:
         logger.critical("the supervision of replica %d has ended", self.number, exc_info=error)
         failure = EngineFailed(f"the supervision has failed: {error!r}")
         self._owner.replica_given_up(self, failure)
+
+
+def _unmeasured(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, measure_quantization=False)
 
 
 def find_replica(replicas: Sequence[R], number: int) -> R:

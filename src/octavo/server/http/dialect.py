@@ -185,8 +185,10 @@ class Dialect(Generic[BodyT]):
         context = context_of(request)
         model = context.model_name(body.model)
         params = self.params(body, context.client.model_config.sampling_defaults)
-        length = context.client.info.max_model_len
-        reserved = max(1, params.max_tokens or 1)
+        info = context.client.info
+        length = info.max_prompt_len
+        # Of the context; an encoder's input takes nothing of what the decoder has for the output.
+        reserved = max(1, params.max_tokens or 1) if info.max_encoder_len is None else 0
         prompts = truncated(await self.prompts(context, body), body, length, reserved)
         reader = PLAIN
         if self.reading is not None:

@@ -59,24 +59,25 @@ async def prompt_ids(
 
 
 def truncated(
-    prompts: Sequence[Prompt], body: PromptBody, max_model_len: int, num_reserved: int
+    prompts: Sequence[Prompt], body: PromptBody, max_prompt_len: int, num_reserved: int
 ) -> Sequence[Prompt]:
     """The prompts without what `truncate_prompt_tokens` takes away from them.
 
-    `num_reserved`: tokens of the context that -1 leaves free. Raises ApiError if it leaves nothing,
-    or more than a context of `max_model_len` tokens has.
+    `num_reserved`: tokens that -1 leaves free for output. Raises ApiError if it leaves nothing,
+    or is more than the `max_prompt_len` tokens that a prompt may have.
     """
     limit, side = body.truncate_prompt_tokens, body.truncation_side or "left"
     if limit is None:
         if body.truncation_side is not None:
             raise refused("truncation_side", "it needs truncate_prompt_tokens")
         return prompts
-    if limit > max_model_len:
+    if limit > max_prompt_len:
         raise refused(
-            "truncate_prompt_tokens", f"{limit} is more than the context of {max_model_len} tokens"
+            "truncate_prompt_tokens",
+            f"{limit} is more than the {max_prompt_len} tokens that a prompt may have",
         )
     if limit < 0:
-        limit = max_model_len - num_reserved
+        limit = max_prompt_len - num_reserved
     if limit < 1:
         raise refused("truncate_prompt_tokens", "it leaves nothing of the prompt")
 

@@ -36,7 +36,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "octavo"
     root: Annotated[str, Meta(description="The name that the model is reported by.")]
-    max_model_len: Annotated[int, Meta(description="Tokens, prompt and output together.")]
+    max_model_len: Annotated[
+        int,
+        Meta(description="Tokens, prompt and output together; with an encoder: of the decoder."),
+    ]
+    max_encoder_len: Annotated[
+        int | None,
+        Meta(description="Tokens of a prompt that an encoder reads; null: there is no encoder."),
+    ]
     quantization: Annotated[
         str, Meta(description="How weights are quantized, with what `auto` has chosen; or none.")
     ]
@@ -178,10 +185,12 @@ async def model_info(request: Request) -> Response:
 
 
 def _card(context: Context, name: str) -> ModelCard:
+    info = context.client.info
     return ModelCard(
         id=name,
         created=context.created,
         root=context.settings.model_names[0],
-        max_model_len=context.client.info.max_model_len,
-        quantization=context.client.info.quantization,
+        max_model_len=info.max_model_len,
+        max_encoder_len=info.max_encoder_len,
+        quantization=info.quantization,
     )

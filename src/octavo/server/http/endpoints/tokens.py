@@ -140,6 +140,6 @@ async def tokenizer_info(request: Request) -> Response:
         unk_token=special.get("unk_token"),
         chat_template=tokenizer.chat_template,
         vocab_size=tokenizer.vocab_size,
-        model_max_length=context.client.info.max_model_len,
+        model_max_length=context.client.info.max_prompt_len,
     )
     return reply(info)
