@@ -210,7 +210,7 @@ def test_routers_make_two_numbers_of_inputs(
     x[1, 100], x[2, 5] = torch.nan, torch.inf
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
     router = CudaRouter(weights, config, num_hit)
-    plain, routed = router.apply(x), router.apply(x, in_two=True)
+    plain, routed = router.apply(x), router.apply(x, Rounding.IN_TWO)
     assert torch.equal(routed.ids, plain.ids)
     assert plain.inputs is None
     assert routed.inputs is not None
@@ -275,7 +275,7 @@ def test_a_router_norms_its_inputs(
     assert router.norms_inputs(num_tokens)
     norm = deferred(num_parts, num_tokens, size, device, torch.float32)
     wanted, total = normed_by_reference(norm)
-    routed = router.apply(norm, in_two=True)
+    routed = router.apply(norm, Rounding.IN_TWO)
     assert_routed(routed, route(wanted, weights, config))
     assert_listed(routed, config.num_experts)
     assert int(num_hit) == len(routed.ids.unique())
@@ -387,7 +387,7 @@ def test_a_router_that_norms_again_and_again(
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
     router = CudaNormRouter(weights, config, num_hit)
     norms = [deferred(num_parts, n, size, device, torch.bfloat16) for n in (2, 5, 8)]
-    firsts = [router.apply(norm, in_two=True) for norm in norms]
+    firsts = [router.apply(norm, Rounding.IN_TWO) for norm in norms]
     for norm, routed in zip(norms, firsts, strict=True):
         wanted, total = normed_by_reference(norm)
         assert routed.normed is not None
@@ -403,7 +403,7 @@ def test_a_router_that_norms_again_and_again(
         )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = [[router.apply(norm, in_two=True) for norm in norms] for _ in range(3)]
+        again = [[router.apply(norm, Rounding.IN_TWO) for norm in norms] for _ in range(3)]
     for _ in range(200):
         graph.replay()
         for each in again:
@@ -741,9 +741,9 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
     got = kernel.apply_partial(x, routed)
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     assert (total(got) - wanted).norm() < 1e-2 * wanted.norm()
-    assert kernel.takes_in_two(num_tokens, 4)
+    assert kernel.rounding(num_tokens, 4) is Rounding.IN_TWO
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
-    routed = CudaRouter(router, config, num_hit).apply(x, in_two=True)
+    routed = CudaRouter(router, config, num_hit).apply(x, Rounding.IN_TWO)
     for _ in range(200):
         assert torch.equal(kernel.apply_partial(x, routed), got)
 
@@ -931,8 +931,8 @@ class RoutingExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        return False
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        return Rounding.NONE
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         return mix(x, routed, self._weights, Epilogue.SILU_MUL)

@@ -65,11 +65,11 @@ class CudaNormRouter(CudaRouter):
         fits = num_experts <= MOST_EXPERTS and size <= _COLUMNS * _MOST_SPLITS
         return LEAST_TOKENS <= num_tokens <= MOST_TOKENS and is_wide and fits
 
-    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """See RouterKernel.apply."""
         if isinstance(x, DeferredNorm):
-            return norm_and_route(x, self._weights, self._config, self._num_hit, in_two)
-        return super().apply(x, in_two)
+            return norm_and_route(x, self._weights, self._config, self._num_hit, rounding)
+        return super().apply(x, rounding)
 
 
 @cache
@@ -87,7 +87,7 @@ def norm_and_route(
     weights: RouterWeights,
     config: RoutingConfig,
     num_hit: Tensor,
-    in_two: bool = False,
+    rounding: Rounding = Rounding.NONE,
 ) -> Routed:
     """Apply the norm, with the addition to the residual stream, and route the result.
 
@@ -95,7 +95,7 @@ def norm_and_route(
         norm: of [num_tokens, size], or of partial sums [num_splits, num_tokens, size]; without a
             norm of the branch.
         num_hit: see make_router_kernel.
-        in_two: see RouterKernel.apply.
+        rounding: see RouterKernel.apply.
 
     Returns:
         With BlockLists.
@@ -109,7 +109,10 @@ def norm_and_route(
     num_experts, top_k = config.num_experts, config.top_k
     device = x.device
     normed = torch.empty((num_tokens, size), dtype=dtype, device=device)
-    inputs = empty_inputs(num_tokens, size, Rounding.IN_TWO, device) if in_two else None
+    inputs = None
+    if rounding is not Rounding.NONE:
+        inputs = empty_inputs(num_tokens, size, rounding, device)
+    all_columns = max(power_of_2(size), rounding.group)
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
     lists = _empty_lists(num_tokens, top_k, num_experts, device)
@@ -145,7 +148,7 @@ def norm_and_route(
         EXPERTS=max(16, power_of_2(num_experts)),
         COLUMNS=_COLUMNS,
         SPLITS=splits,
-        ALL_COLUMNS=max(power_of_2(size), Rounding.IN_TWO.group),
+        ALL_COLUMNS=all_columns,
         TOP_K=top_k,
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
@@ -154,8 +157,8 @@ def norm_and_route(
         TOP_GROUPS=config.top_groups,
         BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
         IEEE=dtype == torch.float32,
-        GROUP=Rounding.IN_TWO.group,
-        ROUNDING=int(Rounding.IN_TWO),
+        GROUP=rounding.group or all_columns,
+        ROUNDING=int(rounding),
         num_warps=_WARPS,
         **launch_options(device),
     )
