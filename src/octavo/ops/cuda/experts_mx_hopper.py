@@ -17,7 +17,7 @@ stores. Most experts have fewer tokens than a tile holds: of its second half, on
 have tokens are fetched and multiplied. One token has a kernel of its own (experts_one_mx.py).
 
 With tiles of 16 tokens, who routes tokens splits their inputs, too, and each token of a tile is
-fetched by itself (BY_TOKEN). No kernel then lies between routing and gates. With larger tiles a
+copied by itself (BY_TOKEN). No kernel then lies between routing and gates. With larger tiles a
 kernel splits them in the order of routing.py's lists, so that the tokens of a tile lie together, as
 those of down projections always do. Where an expert has about one token (FEW), no more of them are
 fetched than there are, four at a time: inputs of 16 tokens are half as many bytes as the weights
@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,7 +58,7 @@ from octavo.ops.cuda.expert_tables import (
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS, tokens_per_tile
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
-from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
+from octavo.ops.cuda.experts_hopper import _copy, _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
@@ -88,13 +89,14 @@ _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
-TOKENS_BY_TOKEN = 16  # of tiles whose tokens are fetched one by one
+TOKENS_BY_TOKEN = 16  # of tiles whose inputs are copied from where each token has its own
 # Rows of inputs for each expert, on average, with which all experts are likely to be hit.
 MOSTLY_HIT = 5
 _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+_COPIED = tl.constexpr(8)  # rows of inputs that a warp copies at once: two for each token
 
 
 @gluon.jit
@@ -272,8 +274,8 @@ def _fetch(
         guess = gl.minimum(gl.program_id(0) // row_tiles, num_experts - 1)
         first_chunk = (guess * row_tiles + gl.program_id(0) % row_tiles) * num_steps
         mbarrier.expect(guessed.index(0), STAGES * BYTES)
-        for k in gl.static_range(STAGES):
-            _fetch_step(buffers, weights, first_chunk + k, guessed.index(0), k)
+        for i in gl.static_range(STAGES):
+            _fetch_step(buffers, weights, first_chunk + i, guessed.index(0), i)
     if WAITS:  # so as not to ask again and again for a tile
         tl.extra.cuda.gdc_wait()
     expert, row_tile, _begin, _end = _task(board, turn)
@@ -298,23 +300,14 @@ def _fetch(
 
 
 @gluon.jit
-def _parts_of(x_tiles, x):
-    """The places of a few rows each in x_tiles [n, rows, BLOCK], as many as x fetches."""
-    ROWS: gl.constexpr = x.block_type.shape[0]
+def _parts_of(x_tiles, ROWS: gl.constexpr):
+    """The places of ROWS rows each in x_tiles [n, rows, BLOCK]."""
     SHAPE: gl.constexpr = [x_tiles.shape[0] * x_tiles.shape[1] // ROWS, ROWS, _BLOCK]
     if _IS_PUBLIC:
-        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x.layout)
+        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
     else:
-        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x.layout)
+        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
     return parts
-
-
-@gluon.jit
-def _expect_parts(bar, x, count, PARTS: gl.constexpr):
-    """Have a barrier wait for what x fetches `count` times, 1 to PARTS."""
-    for i in gl.static_range(1, PARTS + 1):
-        if count == i:
-            mbarrier.expect(bar, i * x.block_type.nbytes)
 
 
 @gluon.jit
@@ -323,44 +316,52 @@ def _fetch_few(buffers, x, begin, end, k, stage):
     x_tiles, bar = buffers[2], buffers[4].index(stage)
     ROWS: gl.constexpr = x.block_type.shape[0]
     PARTS: gl.constexpr = x_tiles.shape[1] // ROWS
-    parts = _parts_of(x_tiles, x)
+    parts = _parts_of(x_tiles, ROWS)
     count = gl.cdiv(2 * (end - begin), ROWS)
-    _expect_parts(bar, x, count, PARTS)
+    for i in gl.static_range(1, PARTS + 1):
+        if count == i:
+            mbarrier.expect(bar, i * x.block_type.nbytes)
     for i in range(count):
         place = parts.index(stage * PARTS + i)
         _fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], bar, place)
 
 
 @gluon.jit
-def _keep_tokens(sources, rows, begin, end, TOP_K: gl.constexpr):
-    """Write the tokens of a tile to shared memory; returns them, 0 where there are none.
+def _keep_sources(sources, rows, begin, end, TOP_K: gl.constexpr):
+    """Write to shared memory which rows of the inputs a tile's are: two for each token.
 
-    sources: a number for each token of a tile, [TOKENS, 1].
+    sources: [parts, FEW_ROWS], of as many rows as a tile has.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    TOKENS: gl.constexpr = sources.shape[0]
-    places = begin + gl.arange(0, TOKENS, layout=LAYOUT)
-    tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
-    _barrier()  # the numbers of the tile before have been read
+    ROWS: gl.constexpr = sources.shape[0] * sources.shape[1]
+    row = gl.arange(0, ROWS, layout=LAYOUT)
+    places = begin + row // 2
+    numbers = gl.load(rows + places, mask=places < end, other=0) // TOP_K * 2 + row % 2
+    _barrier()  # those of the tile before have been read
     if _IS_PUBLIC:
-        sources.reinterpret(gl.int32, [TOKENS], sources.layout).store(tokens)
+        sources.reinterpret(gl.int32, [ROWS], sources.layout).store(numbers)
     else:
-        sources._reinterpret(gl.int32, [TOKENS], sources.layout).store(tokens)
+        sources._reinterpret(gl.int32, [ROWS], sources.layout).store(numbers)
     _barrier()
-    return tokens
 
 
 @gluon.jit
-def _fetch_by_token(buffers, x, sources, count, k, stage):
-    """Load the inputs of a step, those of each token by themselves."""
+def _copy_by_token(buffers, values, sources, count, size, k, stage):
+    """Copy the inputs of a step of `count` tokens, a few at a time, from where each is."""
     x_tiles, bar = buffers[2], buffers[4].index(stage)
-    TOKENS: gl.constexpr = x_tiles.shape[1] // 2
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    parts = _parts_of(x_tiles, x)
-    _expect_parts(bar, x, count, TOKENS)
-    for i in range(count):
-        token = gl.max(sources.index(i).load(ONE), 0)
-        _fetch_tile(x, [2 * token, k * _BLOCK], bar, parts.index(stage * TOKENS + i))
+    PARTS: gl.constexpr = sources.shape[0]
+    ROWS: gl.constexpr = sources.shape[1]
+    LANES: gl.constexpr = _BLOCK // 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [1, 1], [1, 0])
+    parts = _parts_of(x_tiles, ROWS)
+    columns = k * _BLOCK + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    slots = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    for i in range(gl.cdiv(2 * count, ROWS)):
+        numbers = sources.index(i).load(gl.SliceLayout(1, LAYOUT))
+        places = values + numbers.to(gl.int64)[:, None] * size + columns[None, :]
+        inside = (i * ROWS + slots < 2 * count)[:, None] & (columns < size)[None, :]
+        _copy(parts.index(stage * PARTS + i), places, mask=inside)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -389,8 +390,7 @@ def _fetch_inputs(
     buffers,
     x,
     x_more,
-    rows,
-    x_scales,
+    x_rows,
     of_tile,
     num_steps,
     TOP_K: gl.constexpr,
@@ -401,12 +401,14 @@ def _fetch_inputs(
 ):
     """The partition that loads inputs, with BY_TOKEN also their scales.
 
-    of_tile: with BY_TOKEN, shared memory for a tile's tokens, and for scales of two tiles, of which
-        a tile's are there before its last inputs are.
+    x_rows: with BY_TOKEN, inputs and their scales by token, the size of an input, and `rows`.
+    of_tile: with BY_TOKEN, shared memory for where a tile's inputs are, and for scales of two
+        tiles, of which a tile's are there before its last inputs are.
     """
     x_tiles, free = buffers[2], buffers[5]
     STAGES: gl.constexpr = x_tiles.shape[0]
     FIRST: gl.constexpr = x_tiles.shape[1] // 2
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = gl.to_tensor(0)
@@ -416,8 +418,11 @@ def _fetch_inputs(
         mbarrier.arrive(board[2].index(0), count=1)
         more = _num_more(begin, end, FIRST, MORE)
         if BY_TOKEN:
+            values, x_scales, size, rows = x_rows
             sources, scales = of_tile
-            tokens = _keep_tokens(sources, rows, begin, end, TOP_K)
+            _keep_sources(sources, rows, begin, end, TOP_K)
+            places = begin + gl.arange(0, FIRST, layout=TOKENS)
+            tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
             own_scales = gl.load(x_scales + tokens)
         for k in range(num_steps):
             stage = step % STAGES
@@ -426,7 +431,7 @@ def _fetch_inputs(
                 if k == num_steps - 1:
                     scales.index(turn & 1).store(own_scales)
                     _barrier()
-                _fetch_by_token(buffers, x_more, sources, end - begin, k, stage)
+                _copy_by_token(buffers, values, sources, end - begin, size, k, stage)
             elif FEW:
                 _fetch_few(buffers, x_more, begin, end, k, stage)
             else:
@@ -492,7 +497,9 @@ def _store_in_two(acc, out, target, row):
 
 
 @gluon.jit
-def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
+def _sums(
+    buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKEN: gl.constexpr
+):
     """The step after a tile's last one, and sums of both matrices: of the first half of its tokens,
     and of the TAKEN quarters that are taken of the others."""
     tiles, shift_tiles, x_tiles, more_tiles, ready, free = buffers
@@ -516,6 +523,8 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
     for _k in range(count):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if BY_TOKEN:
+            fence_async_shared()  # copies of inputs, unlike those by TMA, need it
         words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
         xs = x_tiles.index(stage).permute((1, 0))
         values = _to_float8(words, own, LAYOUT)
@@ -704,7 +713,7 @@ def _compute(
             BY_TOKEN,
         )
         of_tokens += (own,)  # type: ignore[assignment]
-    step, sums = _sums(buffers, step, count, MORE, TAKEN)
+    step, sums = _sums(buffers, step, count, MORE, TAKEN, BY_TOKEN)
     for i in gl.static_range(1 + TAKEN):
         _finish(
             sums[2 * i],
@@ -804,6 +813,8 @@ def grouped_mx_kernel(
     num_first,
     num_steps,
     num_experts,
+    values,
+    size,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     MORE: gl.constexpr,
@@ -823,9 +834,11 @@ def grouped_mx_kernel(
     with BY_TOKEN, where the kernel that precedes may be the one that writes them.
 
     Args:
-        x, x_more: descriptors of inputs in two numbers, by token, or in the order of `rows`. x is
-            of two rows for each of a tile's tokens or, with MORE, of its first half, and x_more of
-            a quarter, with FEW of as many tokens as are fetched together, with BY_TOKEN of one.
+        x, x_more: descriptors of inputs in two numbers, in the order of `rows`: x of two rows for
+            each of a tile's tokens or, with MORE, of its first half, and x_more of a quarter, or
+            with FEW of as many tokens as are fetched together.
+        values, size: with BY_TOKEN, inputs [num_tokens, 2, size] in two numbers; x and x_more then
+            tell no more than how they lie in shared memory.
         x_scales: of the same.
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
@@ -838,7 +851,8 @@ def grouped_mx_kernel(
         PARTS: tiles of tokens in a block of the lists.
         MORE: how many quarters of a tile follow what is computed of each tile; 0: none.
         FEW: experts have few tokens, and tiles no quarters.
-        BY_TOKEN: x has a row for each token, which may be in several tiles; these have no quarters.
+        BY_TOKEN: there are inputs of each token, which several tiles may take; tiles have no
+            quarters.
         GUESSES: with BY_TOKEN; see `_fetch`.
     """
     if PDL and not BY_TOKEN:
@@ -855,7 +869,7 @@ def grouped_mx_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=33 if BY_TOKEN else 2)
         mbarrier.init(free.index(stage), count=1)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [4], FLAT)
@@ -870,7 +884,7 @@ def grouped_mx_kernel(
     of_tile = ()
     if BY_TOKEN:
         of_tile = (
-            gl.allocate_shared_memory(gl.int32, [FIRST, 1], FLAT),
+            gl.allocate_shared_memory(gl.int32, [2 * FIRST // _COPIED, _COPIED], FLAT),
             gl.allocate_shared_memory(gl.float32, [2, FIRST], FLAT),
         )
     fence_async_shared()
@@ -911,8 +925,7 @@ def grouped_mx_kernel(
                     buffers,
                     x,
                     x_more,
-                    rows,
-                    x_scales,
+                    (values, x_scales, size, rows),
                     of_tile,
                     num_steps,
                     TOP_K,
@@ -1084,7 +1097,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     num_experts = len(weight.factors)
     is_few = not more and not by_token and num_tokens * top_k <= num_experts
     columns = tokens if more else 2 * tokens
-    few_rows = 2 if by_token else _FEW_ROWS if is_few else columns // 2
+    few_rows = _FEW_ROWS if is_few else columns // 2
     memory = _FEW_SHARED_MEMORY if is_few or by_token else _SHARED_MEMORY
     room = memory // per_sm - 2 * ROWS * columns - 1024
     stages = min(_MAX_STAGES, room // stage)
@@ -1107,6 +1120,8 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         weight.num_first,
         weight.num_blocks,
         num_experts,
+        x.values if by_token else None,
+        x.values.shape[1],
         TOP_K=top_k,
         PARTS=parts,
         MORE=more,
