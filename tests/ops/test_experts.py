@@ -199,8 +199,9 @@ def test_routing_of_long_inputs(device: torch.device, size: int, num_tokens: int
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(("size", "num_tokens"), [(300, 3), (1_100, 40), (1_100, 600)])
+@pytest.mark.parametrize("rounding", [Rounding.IN_TWO, Rounding.TOKENS_IN_TWO])
 def test_routers_make_two_numbers_of_inputs(
-    device: torch.device, size: int, num_tokens: int
+    device: torch.device, rounding: Rounding, size: int, num_tokens: int
 ) -> None:
     """To the last bit as a kernel of its own does, in rows that are not finite, too; and they
     choose the same experts."""
@@ -210,17 +211,17 @@ def test_routers_make_two_numbers_of_inputs(
     x[1, 100], x[2, 5] = torch.nan, torch.inf
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
     router = CudaRouter(weights, config, num_hit)
-    plain, routed = router.apply(x), router.apply(x, Rounding.IN_TWO)
+    plain, routed = router.apply(x), router.apply(x, rounding)
     assert torch.equal(routed.ids, plain.ids)
     assert plain.inputs is None
     assert routed.inputs is not None
-    wanted = cuda_experts.round_inputs(x, Rounding.IN_TWO)
+    wanted = cuda_experts.round_inputs(x, rounding)
     same = {"rtol": 0, "atol": 0, "equal_nan": True}
     pair = routed.inputs.values.float(), wanted.values.float()
     if device.type == "cpu":  # the interpreter stores NaN as a number of either sign
         pair = pair[0].abs(), pair[1].abs()
     torch.testing.assert_close(*pair, **same)
-    used = slice(None), slice(0, num_tokens)
+    used = (..., slice(0, num_tokens if rounding.group else 1))
     torch.testing.assert_close(routed.inputs.scales[used], wanted.scales[used], **same)
 
 
@@ -275,7 +276,8 @@ def test_a_router_norms_its_inputs(
     assert router.norms_inputs(num_tokens)
     norm = deferred(num_parts, num_tokens, size, device, torch.float32)
     wanted, total = normed_by_reference(norm)
-    routed = router.apply(norm, Rounding.IN_TWO)
+    rounding = Rounding.TOKENS_IN_TWO if num_tokens == 7 else Rounding.IN_TWO
+    routed = router.apply(norm, rounding)
     assert_routed(routed, route(wanted, weights, config))
     assert_listed(routed, config.num_experts)
     assert int(num_hit) == len(routed.ids.unique())
@@ -284,9 +286,9 @@ def test_a_router_norms_its_inputs(
     assert routed.inputs is not None
     torch.testing.assert_close(norm.total, total)
     torch.testing.assert_close(routed.normed, wanted)
-    in_two = cuda_experts.round_inputs(routed.normed, Rounding.IN_TWO)
+    in_two = cuda_experts.round_inputs(routed.normed, rounding)
     assert torch.equal(routed.inputs.values.float(), in_two.values.float())
-    used = slice(None), slice(0, num_tokens)
+    used = (..., slice(0, num_tokens if rounding.group else 1))
     assert torch.equal(routed.inputs.scales[used], in_two.scales[used])
     assert (routing_normed._board(device) == routing_normed.EMPTY.value).all()
 
@@ -797,6 +799,8 @@ def test_mxfp4_down_projections_of_one_token_find_all_gates(
         ),
         (3, 5, 16, Epilogue.SILU_MUL, 320),
         (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 320),
+        (6, 3, 16, Epilogue.CLAMPED_SWIGLU, 608),  # weights that are guessed, all rightly
+        (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 608),  # and wrongly: few experts are hit
         (26, 5, 32, Epilogue.CLAMPED_SWIGLU, 320),
         (40, 5, 64, Epilogue.CLAMPED_SWIGLU, 320),
     ],
@@ -812,7 +816,8 @@ def test_mxfp4_on_hopper(
     """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
     that no tile divides, tiles that programs claim, blocks of several tiles of tokens, and tiles of
     which more or less is computed, or whose inputs are fetched four tokens at a time: of six, which
-    all take the same experts."""
+    all take the same experts. Inputs of tiles of 16 tokens are copied by token, and weights of
+    their first tiles perhaps guessed."""
     for module, name in (
         (experts_mx_hopper, "grouped_mx_kernel"),
         (experts_mx_hopper, "split_kernel"),
@@ -822,6 +827,7 @@ def test_mxfp4_on_hopper(
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
+    monkeypatch.setattr(experts_mx_hopper, "MOSTLY_HIT", 1 if size == 608 else 5)
     monkeypatch.setattr(experts_one_mx, "num_sms", lambda device: 2)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=num_experts, top_k=3)
