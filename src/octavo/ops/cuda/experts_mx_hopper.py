@@ -30,6 +30,7 @@ are: its first weights are on their way while tokens are still being routed.
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -92,6 +93,9 @@ _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four 
 TOKENS_BY_TOKEN = 16  # of tiles whose inputs are copied from where each token has its own
 # Rows of inputs for each expert, on average, with which all experts are likely to be hit.
 MOSTLY_HIT = 5
+GUESSES = 4
+BEFORE = 0
+AHEAD = 0
 _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
@@ -243,16 +247,43 @@ def _fetch_step(buffers, weights, chunk, bar, stage):
 
 
 @gluon.jit
+def _fetch_to_l2(stored, chunk, COUNT: gl.constexpr):
+    """Have the weights of COUNT steps on their way to the L2 cache."""
+    words, shifts = stored
+    _fetch_neighbours_to_l2(words, chunk, 32 * _ROWS, COUNT)
+    _fetch_neighbours_to_l2(shifts, chunk, 2 * _ROWS, COUNT)
+
+
+@gluon.jit
+def _fetch_neighbours_to_l2(source, chunk, WORDS: gl.constexpr, COUNT: gl.constexpr):
+    """The same of COUNT chunks of WORDS words each, by a single warp."""
+    EACH: gl.constexpr = COUNT * WORDS // 32  # of a lane
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {4 * EACH}; mov.b32 $0, 0;",
+        "=r,l",
+        [source + (chunk.to(gl.int64) * WORDS + lanes * EACH)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _fetch(
     board,
     buffers,
     weights,
+    stored,
     guessed,
     row_tiles,
     num_steps,
     num_experts,
+    guess_tiles,
     WAITS: gl.constexpr,
     GUESSES: gl.constexpr,
+    BEFORE: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """The partition that loads weights.
 
@@ -270,18 +301,23 @@ def _fetch(
     turn = gl.to_tensor(0)
     num_guessed = gl.to_tensor(0)
     guess = gl.to_tensor(0)
-    if GUESSES:
+    if GUESSES > 0:
         guess = gl.minimum(gl.program_id(0) // row_tiles, num_experts - 1)
         first_chunk = (guess * row_tiles + gl.program_id(0) % row_tiles) * num_steps
-        mbarrier.expect(guessed.index(0), STAGES * BYTES)
-        for i in gl.static_range(STAGES):
+        mbarrier.expect(guessed.index(0), GUESSES * BYTES)
+        for i in gl.static_range(GUESSES):
             _fetch_step(buffers, weights, first_chunk + i, guessed.index(0), i)
+    if BEFORE > 0:
+        likely = gl.program_id(0) // guess_tiles
+        if likely < num_experts:
+            row_tile = gl.program_id(0) % guess_tiles
+            _fetch_to_l2(stored, (likely * row_tiles + row_tile) * num_steps, BEFORE)
     if WAITS:  # so as not to ask again and again for a tile
         tl.extra.cuda.gdc_wait()
     expert, row_tile, _begin, _end = _task(board, turn)
-    if GUESSES:
+    if GUESSES > 0:
         mbarrier.wait(guessed.index(0), 0)
-        num_guessed = gl.where(expert == guess, STAGES, 0)
+        num_guessed = gl.where(expert == guess, GUESSES, 0)
     while expert >= 0:
         first_chunk = (expert * row_tiles + row_tile) * num_steps
         for k in range(num_steps):
@@ -293,6 +329,9 @@ def _fetch(
             else:
                 mbarrier.expect(bar, BYTES)
                 _fetch_step(buffers, weights, first_chunk + k, bar, stage)
+            if AHEAD > 0:
+                if step == STAGES - 1:
+                    _fetch_to_l2(stored, first_chunk + STAGES, AHEAD)
             mbarrier.arrive(board[2].index(0), count=1, pred=k == claim_step)
             step += 1
         turn += 1
@@ -815,6 +854,9 @@ def grouped_mx_kernel(
     num_experts,
     values,
     size,
+    words,
+    shift_words,
+    guess_tiles,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     MORE: gl.constexpr,
@@ -825,6 +867,8 @@ def grouped_mx_kernel(
     FEW: gl.constexpr,
     BY_TOKEN: gl.constexpr,
     GUESSES: gl.constexpr,
+    BEFORE: gl.constexpr,
+    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -878,7 +922,7 @@ def grouped_mx_kernel(
     mbarrier.init(written.index(0), count=1)
     mbarrier.init(taken.index(0), count=3)
     guessed = written
-    if GUESSES:
+    if GUESSES > 0:
         guessed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(guessed.index(0), count=1)
     of_tile = ()
@@ -941,12 +985,16 @@ def grouped_mx_kernel(
                     board,
                     buffers,
                     weights,
+                    (words, shift_words),
                     guessed,
                     row_tiles,
                     num_steps,
                     num_experts,
+                    guess_tiles,
                     PDL and BY_TOKEN,
                     GUESSES,
+                    BEFORE,
+                    AHEAD,
                 ),
             ),
             (
@@ -1102,7 +1150,11 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     room = memory // per_sm - 2 * ROWS * columns - 1024
     stages = min(_MAX_STAGES, room // stage)
     guesses = by_token and num_tokens * top_k >= MOSTLY_HIT * num_experts
-    grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
+    num_programs = min(num_tiles, NUM_SMS * per_sm)
+    hit = 1 - (1 - top_k / num_experts) ** num_tokens
+    likely = min(num_experts, math.ceil(num_programs / weight.num_tiles / hit))
+    guess_tiles = min(weight.num_tiles, -(-num_programs // likely))
+    grouped_mx_kernel[(num_programs,)](
         swizzled_descriptor(x.values, [columns, BLOCK], 128),
         swizzled_descriptor(x.values, [few_rows, BLOCK], 128),
         swizzled_descriptor(weight.words, [ROWS, 32], 128),
@@ -1122,6 +1174,9 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         num_experts,
         x.values if by_token else None,
         x.values.shape[1],
+        weight.words,
+        weight.shifts,
+        guess_tiles,
         TOP_K=top_k,
         PARTS=parts,
         MORE=more,
@@ -1131,7 +1186,9 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         SPLITS=out.dtype == torch.float8_e4m3fn,
         FEW=is_few,
         BY_TOKEN=by_token,
-        GUESSES=guesses and weight.num_blocks >= stages,
+        GUESSES=min(GUESSES, stages) if guesses and weight.num_blocks >= stages else 0,
+        BEFORE=BEFORE if by_token else 0,
+        AHEAD=0 if epilogue.is_gated else min(AHEAD, weight.num_blocks - stages),
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),

@@ -50,7 +50,6 @@ MOST_EXPERTS = 128  # whose logits of a token a warp compares
 _COLUMNS = 128
 _MOST_SPLITS = 32  # of the inputs, whose logits the last program has in registers
 _WARPS = 8  # so that a warp chooses the experts of a token
-_ALL_EXPERTS = tl.constexpr(MOST_EXPERTS)
 
 
 class CudaNormRouter(CudaRouter):
@@ -146,6 +145,7 @@ def norm_and_route(
         TOKENS=MOST_TOKENS,
         X_SPLITS=x.shape[0] if x.dim() == 3 else 1,
         EXPERTS=max(16, power_of_2(num_experts)),
+        ALL_EXPERTS=max(32, power_of_2(num_experts)),
         COLUMNS=_COLUMNS,
         SPLITS=splits,
         ALL_COLUMNS=all_columns,
@@ -268,6 +268,7 @@ def _norm_row(
     eps,
     offset,
     X_SPLITS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -293,8 +294,8 @@ def _norm_row(
     )
     exact = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
-    experts = tl.arange(0, _ALL_EXPERTS)
-    bits = tl.zeros([_ALL_EXPERTS], tl.int32) + announced(factor)
+    experts = tl.arange(0, ALL_EXPERTS)
+    bits = tl.zeros([ALL_EXPERTS], tl.int32) + announced(factor)
     tl.store(factors + row * num_experts + experts, bits, mask=experts < num_experts)
     places = place * size + columns
     if total is not None:
@@ -369,6 +370,7 @@ def _norm_and_route_kernel(
     TOKENS: tl.constexpr,
     X_SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
@@ -394,7 +396,8 @@ def _norm_and_route_kernel(
         board: see _board.
         offset: what is added to norm_weight.
         TOKENS: at least num_tokens.
-        EXPERTS: power of 2, at least num_experts.
+        EXPERTS: power of 2, at least num_experts; ALL_EXPERTS: the same, of a token's logits, which
+            a warp compares.
     """
     allow_next(PDL)
     program = tl.program_id(0)
@@ -441,14 +444,15 @@ def _norm_and_route_kernel(
             eps,
             offset,
             X_SPLITS,
+            ALL_EXPERTS,
             ALL_COLUMNS,
             GROUP,
             ROUNDING,
             PDL,
         )
         return
-    every = tl.arange(0, _ALL_EXPERTS)
-    shift = tl.zeros([_ALL_EXPERTS], tl.float32)
+    every = tl.arange(0, ALL_EXPERTS)
+    shift = tl.zeros([ALL_EXPERTS], tl.float32)
     if bias is not None:
         shift += tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
     wait_previous(PDL)
