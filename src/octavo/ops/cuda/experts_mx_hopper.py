@@ -366,40 +366,39 @@ def _fetch_few(buffers, x, begin, end, k, stage):
 
 
 @gluon.jit
-def _keep_sources(sources, rows, begin, end, TOP_K: gl.constexpr):
-    """Write to shared memory which rows of the inputs a tile's are: two for each token.
+def _sources(rows, begin, end, size, TOKENS: gl.constexpr, TOP_K: gl.constexpr):
+    """Where the inputs of a tile's tokens begin, of _COPIED rows together; two of each token."""
+    ROW: gl.constexpr = gl.SliceLayout(1, _copied_layout())
+    slots = gl.arange(0, _COPIED, layout=ROW)
+    found = ()
+    for i in gl.static_range(2 * TOKENS // _COPIED):
+        places = begin + i * (_COPIED // 2) + slots // 2
+        tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
+        found += ((2 * tokens + slots % 2) * size,)  # type: ignore[assignment]
+    return found
 
-    sources: [parts, FEW_ROWS], of as many rows as a tile has.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROWS: gl.constexpr = sources.shape[0] * sources.shape[1]
-    row = gl.arange(0, ROWS, layout=LAYOUT)
-    places = begin + row // 2
-    numbers = gl.load(rows + places, mask=places < end, other=0) // TOP_K * 2 + row % 2
-    _barrier()  # those of the tile before have been read
-    if _IS_PUBLIC:
-        sources.reinterpret(gl.int32, [ROWS], sources.layout).store(numbers)
-    else:
-        sources._reinterpret(gl.int32, [ROWS], sources.layout).store(numbers)
-    _barrier()
+
+@gluon.constexpr_function
+def _copied_layout() -> gl.BlockedLayout:
+    """Of _COPIED rows of BLOCK numbers, in a warp that copies 16 bytes at once."""
+    lanes = BLOCK // 16
+    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [1, 1], [1, 0])
 
 
 @gluon.jit
 def _copy_by_token(buffers, values, sources, count, size, k, stage):
-    """Copy the inputs of a step of `count` tokens, a few at a time, from where each is."""
+    """Copy the inputs of a step of `count` tokens from where each has its own."""
     x_tiles, bar = buffers[2], buffers[4].index(stage)
-    PARTS: gl.constexpr = sources.shape[0]
-    ROWS: gl.constexpr = sources.shape[1]
-    LANES: gl.constexpr = _BLOCK // 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [1, 1], [1, 0])
-    parts = _parts_of(x_tiles, ROWS)
+    PARTS: gl.constexpr = x_tiles.shape[1] // _COPIED
+    LAYOUT: gl.constexpr = _copied_layout()
+    parts = _parts_of(x_tiles, _COPIED)
     columns = k * _BLOCK + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    slots = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    for i in range(gl.cdiv(2 * count, ROWS)):
-        numbers = sources.index(i).load(gl.SliceLayout(1, LAYOUT))
-        places = values + numbers.to(gl.int64)[:, None] * size + columns[None, :]
-        inside = (i * ROWS + slots < 2 * count)[:, None] & (columns < size)[None, :]
-        _copy(parts.index(stage * PARTS + i), places, mask=inside)
+    slots = gl.arange(0, _COPIED, layout=gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(PARTS):
+        if i * _COPIED < 2 * count:
+            places = values + (sources[i][:, None] + columns[None, :])
+            inside = (i * _COPIED + slots < 2 * count)[:, None] & (columns < size)[None, :]
+            _copy(parts.index(stage * PARTS + i), places, mask=inside)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -430,7 +429,7 @@ def _fetch_inputs(
     x,
     x_more,
     x_rows,
-    of_tile,
+    kept_scales,
     num_steps,
     TOP_K: gl.constexpr,
     MORE: gl.constexpr,
@@ -441,8 +440,8 @@ def _fetch_inputs(
     """The partition that loads inputs, with BY_TOKEN also their scales.
 
     x_rows: with BY_TOKEN, inputs and their scales by token, the size of an input, and `rows`.
-    of_tile: with BY_TOKEN, shared memory for where a tile's inputs are, and for scales of two
-        tiles, of which a tile's are there before its last inputs are.
+    kept_scales: with BY_TOKEN, shared memory for scales of the tokens of two tiles, where a tile's
+        are before its last inputs are there.
     """
     x_tiles, free = buffers[2], buffers[5]
     STAGES: gl.constexpr = x_tiles.shape[0]
@@ -458,8 +457,7 @@ def _fetch_inputs(
         more = _num_more(begin, end, FIRST, MORE)
         if BY_TOKEN:
             values, x_scales, size, rows = x_rows
-            sources, scales = of_tile
-            _keep_sources(sources, rows, begin, end, TOP_K)
+            sources = _sources(rows, begin, end, size, FIRST, TOP_K)
             places = begin + gl.arange(0, FIRST, layout=TOKENS)
             tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
             own_scales = gl.load(x_scales + tokens)
@@ -468,7 +466,7 @@ def _fetch_inputs(
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             if BY_TOKEN:
                 if k == num_steps - 1:
-                    scales.index(turn & 1).store(own_scales)
+                    kept_scales.index(turn & 1).store(own_scales)
                     _barrier()
                 _copy_by_token(buffers, values, sources, end - begin, size, k, stage)
             elif FEW:
@@ -667,7 +665,7 @@ def _finish(
     second_part,
     of_rows,
     of_tokens,
-    kept_scales,
+    tile_scales,
     row,
     out,
     shape,
@@ -681,7 +679,7 @@ def _finish(
 
     Args:
         of_rows, of_tokens: see `_of_rows` and `_of_tokens`.
-        kept_scales: with BY_TOKEN, scales of the tokens in shared memory.
+        tile_scales: with BY_TOKEN, shared memory with scales of the tokens.
     """
     factor, second_factor, shift, second_shift = of_rows
     scales, targets = of_tokens
@@ -690,7 +688,7 @@ def _finish(
     second = _of_both(second_part)
     SUMS: gl.constexpr = acc.type.layout
     if BY_TOKEN:
-        scales = kept_scales.load(gl.SliceLayout(0, SUMS))[None, :]
+        scales = tile_scales.load(gl.SliceLayout(0, SUMS))[None, :]
     acc = acc * (_as_column(factor, SUMS) * scales) + _as_column(shift, SUMS)
     second = second * (_as_column(second_factor, SUMS) * scales) + _as_column(second_shift, SUMS)
     if GATED:
@@ -709,7 +707,7 @@ def _compute(
     step,
     count,
     place,
-    kept_scales,
+    tile_scales,
     lists,
     factors,
     target,
@@ -759,7 +757,7 @@ def _compute(
             sums[2 * i + 1],
             of_rows,
             of_tokens[i],
-            kept_scales,
+            tile_scales,
             row,
             target[0],
             shape,
@@ -777,7 +775,7 @@ def _multiply(
     lists,
     board,
     buffers,
-    of_tile,
+    kept_scales,
     factors,
     target,
     shape,
@@ -802,9 +800,9 @@ def _multiply(
         mbarrier.arrive(board[2].index(0), count=1)
         place = (expert, row_tile * ROWS, begin, end)
         more = _num_more(begin, end, FIRST, MORE)
-        kept_scales = of_tile
+        tile_scales = kept_scales
         if BY_TOKEN:
-            kept_scales = of_tile[1].index(turn & 1)
+            tile_scales = kept_scales.index(turn & 1)
         for taken in gl.static_range(MORE + 1):
             if more == taken:
                 step = _compute(
@@ -812,7 +810,7 @@ def _multiply(
                     step,
                     num_steps,
                     place,
-                    kept_scales,
+                    tile_scales,
                     lists,
                     factors,
                     target,
@@ -925,12 +923,9 @@ def grouped_mx_kernel(
     if GUESSES > 0:
         guessed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(guessed.index(0), count=1)
-    of_tile = ()
+    kept_scales = written
     if BY_TOKEN:
-        of_tile = (
-            gl.allocate_shared_memory(gl.int32, [2 * FIRST // _COPIED, _COPIED], FLAT),
-            gl.allocate_shared_memory(gl.float32, [2, FIRST], FLAT),
-        )
+        kept_scales = gl.allocate_shared_memory(gl.float32, [2, FIRST], FLAT)
     fence_async_shared()
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
@@ -948,7 +943,7 @@ def grouped_mx_kernel(
                     lists,
                     board,
                     buffers,
-                    of_tile,
+                    kept_scales,
                     factors,
                     target,
                     shape,
@@ -970,7 +965,7 @@ def grouped_mx_kernel(
                     x,
                     x_more,
                     (values, x_scales, size, rows),
-                    of_tile,
+                    kept_scales,
                     num_steps,
                     TOP_K,
                     MORE,
