@@ -799,8 +799,7 @@ def test_mxfp4_down_projections_of_one_token_find_all_gates(
         ),
         (3, 5, 16, Epilogue.SILU_MUL, 320),
         (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 320),
-        (6, 3, 16, Epilogue.CLAMPED_SWIGLU, 608),  # weights that are guessed, all rightly
-        (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 608),  # and wrongly: few experts are hit
+        (6, 3, 16, Epilogue.CLAMPED_SWIGLU, 320),
         (26, 5, 32, Epilogue.CLAMPED_SWIGLU, 320),
         (40, 5, 64, Epilogue.CLAMPED_SWIGLU, 320),
     ],
@@ -816,8 +815,8 @@ def test_mxfp4_on_hopper(
     """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
     that no tile divides, tiles that programs claim, blocks of several tiles of tokens, and tiles of
     which more or less is computed, or whose inputs are fetched four tokens at a time: of six, which
-    all take the same experts. Inputs of tiles of 16 tokens are copied by token, and weights of
-    their first tiles perhaps guessed."""
+    all take the same experts. Inputs of tiles of 16 tokens are copied by token, and weights
+    fetched ahead."""
     for module, name in (
         (experts_mx_hopper, "grouped_mx_kernel"),
         (experts_mx_hopper, "split_kernel"),
@@ -827,7 +826,7 @@ def test_mxfp4_on_hopper(
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
-    monkeypatch.setattr(experts_mx_hopper, "MOSTLY_HIT", 1 if size == 608 else 5)
+    monkeypatch.setattr(experts_mx_hopper, "AHEAD", 1)
     monkeypatch.setattr(experts_one_mx, "num_sms", lambda device: 2)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=num_experts, top_k=3)

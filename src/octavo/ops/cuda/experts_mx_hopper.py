@@ -23,8 +23,10 @@ those of down projections always do. Where an expert has about one token (FEW), 
 fetched than there are, four at a time: inputs of 16 tokens are half as many bytes as the weights
 that they are multiplied by.
 
-Where all experts are likely to be hit (GUESSES), a program's first tile is known before the lists
-are: its first weights are on their way while tokens are still being routed.
+Memory is idle while tokens are routed. So each program has the first weights of one tile on their
+way to the L2 cache before (EARLY), of experts that are likely to be among the first of the lists.
+And where programs of gates end, those of down projections begin, which have to wait for the last
+gates: they fetch more of their first tile to the L2 cache than their stages hold (AHEAD).
 """
 
 from __future__ import annotations
@@ -91,11 +93,13 @@ _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
 TOKENS_BY_TOKEN = 16  # of tiles whose inputs are copied from where each token has its own
-# Rows of inputs for each expert, on average, with which all experts are likely to be hit.
-MOSTLY_HIT = 5
-GUESSES = 4
-BEFORE = 0
-AHEAD = 0
+# Steps of gates that each program fetches to the L2 cache while tokens are routed, and steps of its
+# first tile of down projections. With more, the router's loads take longer, or what was fetched
+# does not stay. Microseconds of a layer of gpt-oss-20b with attention on one H100:
+#     tokens   0 and 0    1      2      3    0 and 2    4      6    2 and 4
+#          8    135.45  134.57 133.96 134.18  135.25                 133.99 (2 and 3)
+#         64    226.17         225.00         224.43 223.33 225.20   222.35
+EARLY, AHEAD = 2, 4
 _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
@@ -275,21 +279,21 @@ def _fetch(
     buffers,
     weights,
     stored,
-    guessed,
     row_tiles,
     num_steps,
     num_experts,
-    guess_tiles,
+    early_tiles,
     WAITS: gl.constexpr,
-    GUESSES: gl.constexpr,
-    BEFORE: gl.constexpr,
+    EARLY: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """The partition that loads weights.
 
-    With GUESSES, those that all stages can hold are loaded before the lists are there, as if each
-    expert had one block: of all tiles but a few that is so. `guessed` is the barrier that says when
-    they are there; if they are the right ones, all that is left to do is to say so.
+    stored: pointers to what `weights` are descriptors of.
+    early_tiles: how many tiles of an expert have their first weights fetched to the L2 cache before
+        the lists are there, EARLY steps of each.
+    AHEAD: steps of a program's first tile, behind those that stages hold, that are fetched to the
+        L2 cache.
     """
     ready, free = buffers[4], buffers[5]
     weight, shifts = weights
@@ -299,36 +303,22 @@ def _fetch(
     claim_step = gl.maximum(num_steps - _CLAIM_STEPS, 0)
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    num_guessed = gl.to_tensor(0)
-    guess = gl.to_tensor(0)
-    if GUESSES > 0:
-        guess = gl.minimum(gl.program_id(0) // row_tiles, num_experts - 1)
-        first_chunk = (guess * row_tiles + gl.program_id(0) % row_tiles) * num_steps
-        mbarrier.expect(guessed.index(0), GUESSES * BYTES)
-        for i in gl.static_range(GUESSES):
-            _fetch_step(buffers, weights, first_chunk + i, guessed.index(0), i)
-    if BEFORE > 0:
-        likely = gl.program_id(0) // guess_tiles
+    if EARLY > 0:
+        likely = gl.program_id(0) // early_tiles
         if likely < num_experts:
-            row_tile = gl.program_id(0) % guess_tiles
-            _fetch_to_l2(stored, (likely * row_tiles + row_tile) * num_steps, BEFORE)
+            tile = likely * row_tiles + gl.program_id(0) % early_tiles
+            _fetch_to_l2(stored, tile * num_steps, EARLY)
     if WAITS:  # so as not to ask again and again for a tile
         tl.extra.cuda.gdc_wait()
     expert, row_tile, _begin, _end = _task(board, turn)
-    if GUESSES > 0:
-        mbarrier.wait(guessed.index(0), 0)
-        num_guessed = gl.where(expert == guess, GUESSES, 0)
     while expert >= 0:
         first_chunk = (expert * row_tiles + row_tile) * num_steps
         for k in range(num_steps):
             stage = step % STAGES
             bar = ready.index(stage)
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            if step < num_guessed:
-                mbarrier.arrive(bar, count=1)
-            else:
-                mbarrier.expect(bar, BYTES)
-                _fetch_step(buffers, weights, first_chunk + k, bar, stage)
+            mbarrier.expect(bar, BYTES)
+            _fetch_step(buffers, weights, first_chunk + k, bar, stage)
             if AHEAD > 0:
                 if step == STAGES - 1:
                     _fetch_to_l2(stored, first_chunk + STAGES, AHEAD)
@@ -854,7 +844,7 @@ def grouped_mx_kernel(
     size,
     words,
     shift_words,
-    guess_tiles,
+    early_tiles,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     MORE: gl.constexpr,
@@ -864,8 +854,7 @@ def grouped_mx_kernel(
     SPLITS: gl.constexpr,
     FEW: gl.constexpr,
     BY_TOKEN: gl.constexpr,
-    GUESSES: gl.constexpr,
-    BEFORE: gl.constexpr,
+    EARLY: gl.constexpr,
     AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -895,7 +884,7 @@ def grouped_mx_kernel(
         FEW: experts have few tokens, and tiles no quarters.
         BY_TOKEN: there are inputs of each token, which several tiles may take; tiles have no
             quarters.
-        GUESSES: with BY_TOKEN; see `_fetch`.
+        words, shift_words, early_tiles, EARLY, AHEAD: see `_fetch`.
     """
     if PDL and not BY_TOKEN:
         tl.extra.cuda.gdc_launch_dependents()
@@ -919,10 +908,6 @@ def grouped_mx_kernel(
     taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(written.index(0), count=1)
     mbarrier.init(taken.index(0), count=3)
-    guessed = written
-    if GUESSES > 0:
-        guessed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(guessed.index(0), count=1)
     kept_scales = written
     if BY_TOKEN:
         kept_scales = gl.allocate_shared_memory(gl.float32, [2, FIRST], FLAT)
@@ -981,14 +966,12 @@ def grouped_mx_kernel(
                     buffers,
                     weights,
                     (words, shift_words),
-                    guessed,
                     row_tiles,
                     num_steps,
                     num_experts,
-                    guess_tiles,
+                    early_tiles,
                     PDL and BY_TOKEN,
-                    GUESSES,
-                    BEFORE,
+                    EARLY,
                     AHEAD,
                 ),
             ),
@@ -1123,6 +1106,15 @@ def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> Halves:
     return Halves(halves, scales)
 
 
+def _early_tiles(num_programs: int, weight: ExpertTables, num_tokens: int, top_k: int) -> int:
+    """How many tiles of each expert are fetched early, of as many of the first experts as the first
+    tiles of all programs are likely to be of, if tokens choose evenly."""
+    num_experts = len(weight.factors)
+    hit = 1 - (1 - top_k / num_experts) ** num_tokens
+    likely = min(num_experts, math.ceil(num_programs / weight.num_tiles / hit))
+    return min(weight.num_tiles, -(-num_programs // likely))
+
+
 def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed) -> None:
     """One projection of all experts."""
     weight, bias, epilogue = projection
@@ -1144,11 +1136,9 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     memory = _FEW_SHARED_MEMORY if is_few or by_token else _SHARED_MEMORY
     room = memory // per_sm - 2 * ROWS * columns - 1024
     stages = min(_MAX_STAGES, room // stage)
-    guesses = by_token and num_tokens * top_k >= MOSTLY_HIT * num_experts
+    is_ahead = not (epilogue.is_gated or is_few)
     num_programs = min(num_tiles, NUM_SMS * per_sm)
-    hit = 1 - (1 - top_k / num_experts) ** num_tokens
-    likely = min(num_experts, math.ceil(num_programs / weight.num_tiles / hit))
-    guess_tiles = min(weight.num_tiles, -(-num_programs // likely))
+    early_tiles = _early_tiles(num_programs, weight, num_tokens, top_k)
     grouped_mx_kernel[(num_programs,)](
         swizzled_descriptor(x.values, [columns, BLOCK], 128),
         swizzled_descriptor(x.values, [few_rows, BLOCK], 128),
@@ -1171,7 +1161,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         x.values.shape[1],
         weight.words,
         weight.shifts,
-        guess_tiles,
+        early_tiles,
         TOP_K=top_k,
         PARTS=parts,
         MORE=more,
@@ -1181,9 +1171,8 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         SPLITS=out.dtype == torch.float8_e4m3fn,
         FEW=is_few,
         BY_TOKEN=by_token,
-        GUESSES=min(GUESSES, stages) if guesses and weight.num_blocks >= stages else 0,
-        BEFORE=BEFORE if by_token else 0,
-        AHEAD=0 if epilogue.is_gated else min(AHEAD, weight.num_blocks - stages),
+        EARLY=min(EARLY, weight.num_blocks) if by_token else 0,
+        AHEAD=max(0, min(AHEAD, weight.num_blocks - stages)) if is_ahead else 0,
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),
