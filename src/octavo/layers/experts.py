@@ -90,9 +90,7 @@ class Router(WeightOwner):
         """See RouterKernel.norms_inputs."""
         return self._kernel.norms_inputs(num_tokens)
 
-    def forward(
-        self, hidden: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE
-    ) -> Routed:
+    def forward(self, hidden: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """Route hidden [num_tokens, hidden_size], or its norm; called after `finalize`.
 
         rounding: see RouterKernel.apply.

@@ -320,7 +320,8 @@ def _fetch(
             mbarrier.expect(bar, BYTES)
             _fetch_step(buffers, weights, first_chunk + k, bar, stage)
             if AHEAD > 0:
-                if step == STAGES - 1:
+                is_last = step == STAGES - 1
+                if is_last:
                     _fetch_to_l2(stored, first_chunk + STAGES, AHEAD)
             mbarrier.arrive(board[2].index(0), count=1, pred=k == claim_step)
             step += 1
@@ -524,9 +525,7 @@ def _store_in_two(acc, out, target, row):
 
 
 @gluon.jit
-def _sums(
-    buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKEN: gl.constexpr
-):
+def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKEN: gl.constexpr):
     """The step after a tile's last one, and sums of both matrices: of the first half of its tokens,
     and of the TAKEN quarters that are taken of the others."""
     tiles, shift_tiles, x_tiles, more_tiles, ready, free = buffers

@@ -108,6 +108,7 @@ def store_rounded(
     size: inputs of the token.
     """
     BLOCK: tl.constexpr = values.shape[0]
+    KIND: tl.constexpr = _IN_TWO if ROUNDING == _TOKENS_IN_TWO else ROUNDING
     if GROUP < BLOCK or ROUNDING == _INTEGERS:
         values = tl.reshape(values, [BLOCK // GROUP, GROUP])
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
@@ -123,7 +124,7 @@ def store_rounded(
     if ROUNDING == _INTEGERS:
         scale, total = _store_integers(values, rounded + row * 2 * size, start, end, size)
         tl.store(targets + scale_stride // 2, total, mask=is_group)
-    elif ROUNDING == _IN_TWO or ROUNDING == _TOKENS_IN_TWO:
+    elif KIND == _IN_TWO:
         both = rounded + row * 2 * size + places
         scale = _store_in_two(values, top, both, size, inside, ROUNDING)
     else:
