@@ -90,7 +90,7 @@ LEAST_DIVIDED = 32  # tokens of a tile with such quarters
 PROGRAMS = {16: 4, 32: 3, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
-_FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
+_FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens, or BY_TOKEN: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
 TOKENS_BY_TOKEN = 16  # of tiles whose inputs are copied from where each token has its own
 # Steps of gates that each program fetches to the L2 cache while tokens are routed, and steps of its
