@@ -92,7 +92,7 @@ class Layer:
 
     def route(self, x: Tensor) -> Routed:
         """The first part alone."""
-        return self._router.apply(x, self._experts.takes_in_two(len(x), self._top_k))
+        return self._router.apply(x, self._experts.rounding(len(x), self._top_k))
 
     def run(self, x: Tensor) -> Tensor:
         """The whole layer."""

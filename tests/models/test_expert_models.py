@@ -30,6 +30,7 @@ from octavo.ops.cuda.experts import CudaExperts
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed
+from octavo.ops.quantized import Rounding
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
 
@@ -99,8 +100,8 @@ class AddedUp:
         assert kernel is not None
         self._kernel = kernel
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        return self._kernel.takes_in_two(num_tokens, top_k)
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        return self._kernel.rounding(num_tokens, top_k)
 
     def apply_partial(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         return self._kernel.apply_partial(x, routed).sum(0)

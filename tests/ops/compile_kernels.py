@@ -356,7 +356,7 @@ def experts() -> None:
     from octavo.ops.cuda.routing import CudaRouter, list_blocks
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
-    from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8
+    from octavo.ops.quantized import GroupedInt, MxFloat4, Rounding, ScaledFloat8
     from octavo.routing import RoutingConfig, Scoring
 
     num, size, inner = 32, 704, 192
@@ -397,14 +397,15 @@ def experts() -> None:
         assert kernel is not None
         for num_tokens in (1, 2, 128) if has_all else (1, 128):
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
-            in_two = num_tokens > 1
-            kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x, in_two))
+            rounding = Rounding.IN_TWO if num_tokens > 1 else Rounding.NONE
+            kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x, rounding))
         matrices = [ExpertMatrices.of(each) for each in forms[:2]]
         experts_on_hopper([each for each in matrices if each is not None], router, softmax)
         on_hopper = MxExperts.of(forms, Epilogue.SILU_MUL, torch.bfloat16)
         for num_tokens in (*few_or_many, 8) if on_hopper else ():
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
-            on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
+            rounding = on_hopper.rounding(num_tokens, softmax.top_k)
+            on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x, rounding))
     bounded_experts_of_one_token()
     float8_experts_of_one_token()
     experts_that_route()
@@ -422,13 +423,15 @@ def routers_that_norm(
     and inputs in two numbers."""
     from octavo.ops.cuda.routing_normed import CudaNormRouter
     from octavo.ops.norm import DeferredNorm
+    from octavo.ops.quantized import Rounding
 
     num, size = router.weight.shape
     num_hit = torch.zeros(1, dtype=torch.int64)
     residual, total = torch.zeros(2, 8, size, dtype=torch.bfloat16)
     parts = DeferredNorm(torch.zeros(4, 8, size), residual[0], 1e-5, 0.0, residual, total)
     complete = DeferredNorm(residual, residual[0], 1e-5, 1.0)
-    CudaNormRouter(router, softmax, num_hit).apply(parts, in_two=True)
+    for rounding in (Rounding.IN_TWO, Rounding.TOKENS_IN_TWO):
+        CudaNormRouter(router, softmax, num_hit).apply(parts, rounding)
     corrected = router._replace(bias=residual[0, :num], correction=torch.zeros(num))
     CudaNormRouter(corrected, sigmoid, num_hit).apply(complete)
 

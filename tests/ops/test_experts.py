@@ -199,8 +199,9 @@ def test_routing_of_long_inputs(device: torch.device, size: int, num_tokens: int
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(("size", "num_tokens"), [(300, 3), (1_100, 40), (1_100, 600)])
+@pytest.mark.parametrize("rounding", [Rounding.IN_TWO, Rounding.TOKENS_IN_TWO])
 def test_routers_make_two_numbers_of_inputs(
-    device: torch.device, size: int, num_tokens: int
+    device: torch.device, rounding: Rounding, size: int, num_tokens: int
 ) -> None:
     """To the last bit as a kernel of its own does, in rows that are not finite, too; and they
     choose the same experts."""
@@ -210,17 +211,17 @@ def test_routers_make_two_numbers_of_inputs(
     x[1, 100], x[2, 5] = torch.nan, torch.inf
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
     router = CudaRouter(weights, config, num_hit)
-    plain, routed = router.apply(x), router.apply(x, in_two=True)
+    plain, routed = router.apply(x), router.apply(x, rounding)
     assert torch.equal(routed.ids, plain.ids)
     assert plain.inputs is None
     assert routed.inputs is not None
-    wanted = cuda_experts.round_inputs(x, Rounding.IN_TWO)
+    wanted = cuda_experts.round_inputs(x, rounding)
     same = {"rtol": 0, "atol": 0, "equal_nan": True}
     pair = routed.inputs.values.float(), wanted.values.float()
     if device.type == "cpu":  # the interpreter stores NaN as a number of either sign
         pair = pair[0].abs(), pair[1].abs()
     torch.testing.assert_close(*pair, **same)
-    used = slice(None), slice(0, num_tokens)
+    used = (..., slice(0, num_tokens if rounding.group else 1))
     torch.testing.assert_close(routed.inputs.scales[used], wanted.scales[used], **same)
 
 
@@ -275,7 +276,8 @@ def test_a_router_norms_its_inputs(
     assert router.norms_inputs(num_tokens)
     norm = deferred(num_parts, num_tokens, size, device, torch.float32)
     wanted, total = normed_by_reference(norm)
-    routed = router.apply(norm, in_two=True)
+    rounding = Rounding.TOKENS_IN_TWO if num_tokens == 7 else Rounding.IN_TWO
+    routed = router.apply(norm, rounding)
     assert_routed(routed, route(wanted, weights, config))
     assert_listed(routed, config.num_experts)
     assert int(num_hit) == len(routed.ids.unique())
@@ -284,9 +286,9 @@ def test_a_router_norms_its_inputs(
     assert routed.inputs is not None
     torch.testing.assert_close(norm.total, total)
     torch.testing.assert_close(routed.normed, wanted)
-    in_two = cuda_experts.round_inputs(routed.normed, Rounding.IN_TWO)
+    in_two = cuda_experts.round_inputs(routed.normed, rounding)
     assert torch.equal(routed.inputs.values.float(), in_two.values.float())
-    used = slice(None), slice(0, num_tokens)
+    used = (..., slice(0, num_tokens if rounding.group else 1))
     assert torch.equal(routed.inputs.scales[used], in_two.scales[used])
     assert (routing_normed._board(device) == routing_normed.EMPTY.value).all()
 
@@ -387,7 +389,7 @@ def test_a_router_that_norms_again_and_again(
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
     router = CudaNormRouter(weights, config, num_hit)
     norms = [deferred(num_parts, n, size, device, torch.bfloat16) for n in (2, 5, 8)]
-    firsts = [router.apply(norm, in_two=True) for norm in norms]
+    firsts = [router.apply(norm, Rounding.IN_TWO) for norm in norms]
     for norm, routed in zip(norms, firsts, strict=True):
         wanted, total = normed_by_reference(norm)
         assert routed.normed is not None
@@ -403,7 +405,7 @@ def test_a_router_that_norms_again_and_again(
         )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = [[router.apply(norm, in_two=True) for norm in norms] for _ in range(3)]
+        again = [[router.apply(norm, Rounding.IN_TWO) for norm in norms] for _ in range(3)]
     for _ in range(200):
         graph.replay()
         for each in again:
@@ -741,9 +743,9 @@ def test_down_projections_follow_the_gates(form: str, num_tokens: int) -> None:
     got = kernel.apply_partial(x, routed)
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     assert (total(got) - wanted).norm() < 1e-2 * wanted.norm()
-    assert kernel.takes_in_two(num_tokens, 4)
+    assert kernel.rounding(num_tokens, 4) is Rounding.IN_TWO
     num_hit = torch.zeros(1, dtype=torch.int64, device=device)
-    routed = CudaRouter(router, config, num_hit).apply(x, in_two=True)
+    routed = CudaRouter(router, config, num_hit).apply(x, Rounding.IN_TWO)
     for _ in range(200):
         assert torch.equal(kernel.apply_partial(x, routed), got)
 
@@ -797,6 +799,7 @@ def test_mxfp4_down_projections_of_one_token_find_all_gates(
         ),
         (3, 5, 16, Epilogue.SILU_MUL, 320),
         (6, 18, 16, Epilogue.CLAMPED_SWIGLU, 320),
+        (6, 3, 16, Epilogue.CLAMPED_SWIGLU, 320),
         (26, 5, 32, Epilogue.CLAMPED_SWIGLU, 320),
         (40, 5, 64, Epilogue.CLAMPED_SWIGLU, 320),
     ],
@@ -812,7 +815,8 @@ def test_mxfp4_on_hopper(
     """The kernels of experts_mx_hopper.py and experts_one_mx.py, carried out by the emulator: sizes
     that no tile divides, tiles that programs claim, blocks of several tiles of tokens, and tiles of
     which more or less is computed, or whose inputs are fetched four tokens at a time: of six, which
-    all take the same experts."""
+    all take the same experts. Inputs of tiles of 16 tokens are copied by token, and weights
+    fetched ahead."""
     for module, name in (
         (experts_mx_hopper, "grouped_mx_kernel"),
         (experts_mx_hopper, "split_kernel"),
@@ -822,6 +826,7 @@ def test_mxfp4_on_hopper(
     for name in ("_is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
+    monkeypatch.setattr(experts_mx_hopper, "AHEAD", 1)
     monkeypatch.setattr(experts_one_mx, "num_sms", lambda device: 2)
     monkeypatch.setattr(routing, "tokens_per_tile", lambda *_: block_rows)
     config = RoutingConfig(num_experts=num_experts, top_k=3)
@@ -931,8 +936,8 @@ class RoutingExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        return False
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        return Rounding.NONE
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         return mix(x, routed, self._weights, Epilogue.SILU_MUL)

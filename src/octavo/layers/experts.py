@@ -90,12 +90,12 @@ class Router(WeightOwner):
         """See RouterKernel.norms_inputs."""
         return self._kernel.norms_inputs(num_tokens)
 
-    def forward(self, hidden: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def forward(self, hidden: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """Route hidden [num_tokens, hidden_size], or its norm; called after `finalize`.
 
-        in_two: see RouterKernel.apply.
+        rounding: see RouterKernel.apply.
         """
-        return self._kernel.apply(hidden, in_two)
+        return self._kernel.apply(hidden, rounding)
 
     def unrouted(self, norm: DeferredNorm) -> Unrouted:
         """What experts need to do what the norm and `forward` do."""
@@ -114,9 +114,9 @@ class ExpertsMethod(WeightOwner):
         """Rearrange the weights for the device that they are on; called once, after loading."""
         raise NotImplementedError
 
-    def takes_in_two(self, num_tokens: int) -> bool:
-        """See ExpertsKernel.takes_in_two; what has no such kernel need not say so."""
-        return False
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See ExpertsKernel.rounding; what has no such kernel need not say so."""
+        return Rounding.NONE
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; of this rank's intermediate elements."""
@@ -182,10 +182,11 @@ class LoadedExperts(ExpertsMethod):
             found[f"{down_name}.bias"] = WeightTarget((config.hidden_size,), slices)
         return found
 
-    def takes_in_two(self, num_tokens: int) -> bool:
-        """See ExpertsMethod.takes_in_two."""
-        top_k = self.config.routing.top_k
-        return self._kernel is not None and self._kernel.takes_in_two(num_tokens, top_k)
+    def rounding(self, num_tokens: int) -> Rounding:
+        """See ExpertsMethod.rounding."""
+        if self._kernel is None:
+            return Rounding.NONE
+        return self._kernel.rounding(num_tokens, self.config.routing.top_k)
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsMethod.forward_partial."""
@@ -468,7 +469,7 @@ class MixtureOfExperts(nn.Module):
         num_tokens = hidden.x.shape[-2] if isinstance(hidden, DeferredNorm) else len(hidden)
         if isinstance(hidden, DeferredNorm) and self._routes_inputs(num_tokens, hidden.x.dim() > 2):
             return self.experts.forward_unrouted(self.router.unrouted(hidden))
-        routed = self.router.forward(hidden, self.experts.takes_in_two(num_tokens))
+        routed = self.router.forward(hidden, self.experts.rounding(num_tokens))
         if isinstance(hidden, DeferredNorm):
             assert routed.normed is not None
             hidden = routed.normed

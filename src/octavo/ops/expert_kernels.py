@@ -46,10 +46,10 @@ class TorchRouter:
         """See RouterKernel.norms_inputs."""
         return False
 
-    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """See RouterKernel.apply."""
         assert isinstance(x, Tensor), "it norms nothing"
-        inputs = round_inputs(x, Rounding.IN_TWO) if in_two else None
+        inputs = None if rounding is Rounding.NONE else round_inputs(x, rounding)
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
         routed = choose(logits, self._correction, self._config)
         lists = list_experts(routed.ids, self._config.num_experts, self._num_hit)
@@ -65,9 +65,9 @@ class SeparateExperts:
         self._biases = weights.up_bias, weights.down_bias
         self._epilogue = epilogue
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """See ExpertsKernel.takes_in_two."""
-        return False
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        """See ExpertsKernel.rounding."""
+        return Rounding.NONE
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial."""

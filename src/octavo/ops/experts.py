@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
-from octavo.ops.quantized import QuantizedWeight, RoundedInputs
+from octavo.ops.quantized import QuantizedWeight, RoundedInputs, Rounding
 from octavo.routing import RoutingConfig, Scoring
 
 LEAST_SUM = 1e-20  # that weights are divided by
@@ -76,12 +76,12 @@ class RouterKernel(Protocol):
         """Whether it is to be given a DeferredNorm, of complete or partial sums, and no result of
         the norm."""
 
-    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """Route x [num_tokens, size], or its norm, which is `normed` of the result.
 
         A token whose logits are not finite gets experts, too, and weights that are not finite.
 
-        in_two: the result has `inputs`, which are x as Rounding.IN_TWO makes them.
+        rounding: of x in `inputs` of the result, as ExpertsKernel.rounding says.
         """
 
 
@@ -89,9 +89,8 @@ class ExpertsKernel(Protocol):
     """Owns the experts' weights, perhaps packed; computes those that tokens were routed to, and
     adds their results up."""
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """Whether it multiplies inputs as Rounding.IN_TWO makes them: the router may give them in
-        Routed.inputs."""
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        """How it rounds inputs, which the router may do for it: Routed.inputs."""
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """sum over j of weights[t, j] * MLP of expert ids[t, j] (x[t]), of x [num_tokens, size].

@@ -39,8 +39,8 @@ CHUNK_ELEMENTS = 1 << 22
 class Rounding(IntEnum):
     """How inputs of a product are rounded to 8 bits; kernels take it as a compile-time constant.
 
-    The largest value that shares a scale becomes FLOAT8_MAX in e4m3, with IN_TWO 128 to 256, and
-    LARGEST_INTEGER with INTEGERS. Where one is not finite, the scale is not either.
+    The largest value that shares a scale becomes FLOAT8_MAX in e4m3, with IN_TWO and TOKENS_IN_TWO
+    128 to 256, and LARGEST_INTEGER with INTEGERS. Where one is not finite, the scale is not either.
     """
 
     NONE = 0  # they are not
@@ -52,6 +52,9 @@ class Rounding(IntEnum):
     # the order in which products with packed integers of 4 bits take them
     INTEGERS = 4
     SPANS = 5  # a scale for each group of 512 inputs of a token
+    # Two numbers for each input, as with IN_TWO, and a scale for each token; the second number is
+    # LATTER times as large, so that small inputs of a token lose little, too.
+    TOKENS_IN_TWO = 6
 
     @property
     def group(self) -> int:
@@ -68,6 +71,7 @@ _GROUPS = {
     Rounding.SPANS: 512,
 }
 LARGEST_INTEGER = 127 * 256 + 127
+LATTER = 32.0  # see Rounding.TOKENS_IN_TWO
 
 
 class RoundedInputs(NamedTuple):
@@ -94,8 +98,8 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     top = grouped.abs().amax(dim=-1)
     if rounding is Rounding.INTEGERS:
         return _integers(grouped, top)
-    if rounding is Rounding.IN_TWO:
-        values, scales = _in_two(grouped, top)
+    if rounding in (Rounding.IN_TWO, Rounding.TOKENS_IN_TWO):
+        values, scales = _in_two(grouped, top, rounding)
     else:
         scales = (top.clamp(min=1e-12) / FLOAT8_MAX).where(top.isfinite(), torch.nan)
         values = grouped / scales.unsqueeze(-1)
@@ -104,11 +108,12 @@ def round_inputs(x: Tensor, rounding: Rounding) -> RoundedInputs:
     return RoundedInputs(values.contiguous(), scales.contiguous(), rounding.group)
 
 
-def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+def _in_two(grouped: Tensor, top: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Both numbers of each input [num_tokens, 2, num_groups, group], and scales.
 
     The largest input of a group becomes 128 to 256 by a power of two, and the first number of each
-    is the one that is nearest, upwards from the middle.
+    is the one that is nearest, upwards from the middle; with TOKENS_IN_TWO to the even one, and of
+    small inputs the one that e4m3 has.
     """
     exponents = top.clamp(min=1e-30).view(torch.int32) >> 23
     factors, scales = (
@@ -116,6 +121,9 @@ def _in_two(grouped: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
         for bits in (261 - exponents, exponents - 7)
     )
     scaled = grouped * factors.unsqueeze(-1)
+    if rounding is Rounding.TOKENS_IN_TWO:
+        high = scaled.to(torch.float8_e4m3fn).float()
+        return torch.stack((high, (scaled - high) * LATTER), dim=1), scales
     high = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
     return torch.stack((high, scaled - high), dim=1), scales
 

@@ -15,6 +15,7 @@ from octavo.ops.cpu.row_ops import apply_gate, weighted_sum
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import ExpertWeights, Routed, RowLists
+from octavo.ops.quantized import Rounding
 
 _Args = c_int64 * 4
 
@@ -27,9 +28,9 @@ class PackedExperts:
         self._down = _Grouped(weights.down, weights.down_bias)
         self._epilogue = epilogue
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """See ExpertsKernel.takes_in_two."""
-        return False
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        """See ExpertsKernel.rounding."""
+        return Rounding.NONE
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial."""

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.quantized import MX_BLOCK, MxFloat4
+from octavo.ops.quantized import LATTER, MX_BLOCK, MxFloat4
 
 ROWS = 64  # of each matrix in a tile
 MAX_SHIFT = 11  # of exponents within a row: from 0.5 as the smallest normal number to 6 below 448
@@ -72,7 +72,7 @@ def _assembly() -> str:
 
 
 _TO_FLOAT8 = tl.constexpr(_assembly())
-_LOW = tl.constexpr(32.0)  # how much larger the second number of an input is kept
+_LOW = tl.constexpr(LATTER)  # how much larger the second number of an input is kept
 _BLOCK = tl.constexpr(BLOCK)
 
 

@@ -111,9 +111,10 @@ class CudaExperts:
             return None
         return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """See ExpertsKernel.takes_in_two."""
-        return self._tiles_on_hopper(num_tokens, top_k) is not None
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        """See ExpertsKernel.rounding."""
+        has_tiles = self._tiles_on_hopper(num_tokens, top_k) is not None
+        return Rounding.IN_TWO if has_tiles else Rounding.NONE
 
     def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
         """See RoutingExpertsKernel.routes_inputs."""

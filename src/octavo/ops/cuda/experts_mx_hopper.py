@@ -1,8 +1,8 @@
 """MXFP4 experts on Hopper GPUs: grouped products of FP8 with weights that a table makes e4m3.
 
-Inputs are split beforehand, in the order of routing.py's lists: each row, by a power of two of its
-own, into an e4m3 number and, 32 times as large, the e4m3 number of what is left, which together
-have the bits of a bfloat16. So TMA fetches all that a product takes, and the tensor cores' right
+Inputs are split beforehand: each row, by a power of two of its own, into an e4m3 number and, 32
+times as large, the e4m3 number of what is left, which together have the bits of a bfloat16
+(Rounding.TOKENS_IN_TWO). So TMA fetches all that a product takes, and the tensor cores' right
 operand has two columns for each token, whose sums are added in the end. Tensor cores add products
 of FP8 with some 14 bits: with 2,880 inputs, results are 1.3e-3 from exact ones (as the norm of the
 difference; 1.7e-3 by bfloat16's products, whose gates are rounded; 6e-4 if sums of BLOCK inputs are
@@ -16,13 +16,23 @@ e4m3, the left operand in registers, by 10 operations for 8 weights and their sc
 stores. Most experts have fewer tokens than a tile holds: of its second half, only the quarters that
 have tokens are fetched and multiplied. One token has a kernel of its own (experts_one_mx.py).
 
-Inputs of a tile of 16 tokens are half as many bytes as the weights that they are multiplied by.
-Where an expert has about one token (FEW), no more are fetched than there are, four at a time.
+With tiles of 16 tokens, who routes tokens splits their inputs, too, and each token of a tile is
+copied by itself (BY_TOKEN). No kernel then lies between routing and gates. With larger tiles a
+kernel splits them in the order of routing.py's lists, so that the tokens of a tile lie together, as
+those of down projections always do. Where an expert has about one token (FEW), no more of them are
+fetched than there are, four at a time: inputs of 16 tokens are half as many bytes as the weights
+that they are multiplied by.
+
+Memory is idle while tokens are routed. So each program has the first weights of one tile on their
+way to the L2 cache before (EARLY), of experts that are likely to be among the first of the lists.
+And where programs of gates end, those of down projections begin, which have to wait for the last
+gates: they fetch more of their first tile to the L2 cache than their stages hold (AHEAD).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -31,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -47,10 +58,10 @@ from octavo.ops.cuda.expert_tables import (
     _in_two,
     _to_float8,
 )
-from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
+from octavo.ops.cuda.expert_tiles import EXACT_TOKENS, tokens_per_tile
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.experts import _is_on_hopper
-from octavo.ops.cuda.experts_hopper import _store_to, _targets, store_halves
+from octavo.ops.cuda.experts_hopper import _copy, _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
@@ -60,12 +71,13 @@ from octavo.ops.cuda.linear_hopper import (
 )
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
 from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed, RouterWeights, Unrouted
-from octavo.ops.quantized import MxFloat4
+from octavo.ops.quantized import MxFloat4, Rounding
 from octavo.routing import RoutingConfig
 
 logger = logging.getLogger(__name__)
@@ -78,12 +90,21 @@ LEAST_DIVIDED = 32  # tokens of a tile with such quarters
 PROGRAMS = {16: 4, 32: 3, 64: 2}
 _REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
-_FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens: one stage more
+_FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens, or BY_TOKEN: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
+TOKENS_BY_TOKEN = 16  # of tiles whose inputs are copied from where each token has its own
+# Steps of gates that each program fetches to the L2 cache while tokens are routed, and steps of its
+# first tile of down projections. With more, the router's loads take longer, or what was fetched
+# does not stay. Microseconds of a layer of gpt-oss-20b with attention on one H100:
+#     tokens   0 and 0    1      2      3    0 and 2    4      6    2 and 4
+#          8    135.45  134.57 133.96 134.18  135.25                 133.99 (2 and 3)
+#         64    226.17         225.00         224.43 223.33 225.20   222.35
+EARLY, AHEAD = 2, 4
 _MAX_STAGES = 12
 _BOUNDED = tl.constexpr(4.0)  # what activations that are limited are multiplied by
 _CLAIM_STEPS = tl.constexpr(4)  # steps of a tile's weights that are left when the next is claimed
 _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+_COPIED = tl.constexpr(8)  # rows of inputs that a warp copies at once: two for each token
 
 
 @gluon.jit
@@ -139,13 +160,27 @@ def _block_of(lists, tile, row_tiles, TOKENS: gl.constexpr, PARTS: gl.constexpr)
 
 
 @gluon.jit
-def _claim(lists, num_blocks, claims, board, row_tiles, TOKENS: gl.constexpr, PARTS: gl.constexpr):
+def _claim(
+    lists,
+    num_blocks,
+    claims,
+    board,
+    row_tiles,
+    TOKENS: gl.constexpr,
+    PARTS: gl.constexpr,
+    WAITS: gl.constexpr,
+):
     """The partition that finds work: a program's first tile is its own, and others belong to who
     claims them first, since not all SMs read equally fast.
 
     Each program with a tile claims until there is none, and so the last claim of all is known by
     its number: whoever has it makes `claims` 0 again.
+
+    WAITS: lists are of the kernel before, and may be read by the next one before its own wait.
     """
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_programs = gl.num_programs(0)
     tile = gl.program_id(0)
     # Asked for without waiting for the number of blocks: behind the last one lists hold anything.
@@ -206,27 +241,88 @@ def _num_more(begin, end, FIRST: gl.constexpr, MORE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(board, buffers, weights, row_tiles, num_steps):
-    """The partition that loads weights."""
-    tiles, shift_tiles, _x_tiles, _more_tiles, ready, free = buffers
+def _fetch_step(buffers, weights, chunk, bar, stage):
+    """Load the weights of a step, of which `bar` has been told."""
+    tiles, shift_tiles = buffers[0], buffers[1]
     weight, shifts = weights
-    STAGES: gl.constexpr = tiles.shape[0]
+    row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
+    _fetch_tile(weight, [row, 0], bar, tiles.index(stage))
+    _fetch_tile(shifts, [shift_row, 0], bar, shift_tiles.index(stage))
+
+
+@gluon.jit
+def _fetch_to_l2(stored, chunk, COUNT: gl.constexpr):
+    """Have the weights of COUNT steps on their way to the L2 cache."""
+    words, shifts = stored
+    _fetch_neighbours_to_l2(words, chunk, 32 * _ROWS, COUNT)
+    _fetch_neighbours_to_l2(shifts, chunk, 2 * _ROWS, COUNT)
+
+
+@gluon.jit
+def _fetch_neighbours_to_l2(source, chunk, WORDS: gl.constexpr, COUNT: gl.constexpr):
+    """The same of COUNT chunks of WORDS words each, by a single warp."""
+    EACH: gl.constexpr = COUNT * WORDS // 32  # of a lane
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {4 * EACH}; mov.b32 $0, 0;",
+        "=r,l",
+        [source + (chunk.to(gl.int64) * WORDS + lanes * EACH)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fetch(
+    board,
+    buffers,
+    weights,
+    stored,
+    row_tiles,
+    num_steps,
+    num_experts,
+    early_tiles,
+    WAITS: gl.constexpr,
+    EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The partition that loads weights.
+
+    stored: pointers to what `weights` are descriptors of.
+    early_tiles: how many tiles of an expert have their first weights fetched to the L2 cache before
+        the lists are there, EARLY steps of each.
+    AHEAD: steps of a program's first tile, behind those that stages hold, that are fetched to the
+        L2 cache.
+    """
+    ready, free = buffers[4], buffers[5]
+    weight, shifts = weights
+    STAGES: gl.constexpr = buffers[0].shape[0]
     BYTES: gl.constexpr = weight.block_type.nbytes + shifts.block_type.nbytes
     # Late, so that no tile waits for a slow program, and yet before its weights could be loaded.
     claim_step = gl.maximum(num_steps - _CLAIM_STEPS, 0)
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    if EARLY > 0:
+        likely = gl.program_id(0) // early_tiles
+        if likely < num_experts:
+            tile = likely * row_tiles + gl.program_id(0) % early_tiles
+            _fetch_to_l2(stored, tile * num_steps, EARLY)
+    if WAITS:  # so as not to ask again and again for a tile
+        tl.extra.cuda.gdc_wait()
     expert, row_tile, _begin, _end = _task(board, turn)
     while expert >= 0:
         first_chunk = (expert * row_tiles + row_tile) * num_steps
         for k in range(num_steps):
             stage = step % STAGES
+            bar = ready.index(stage)
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(ready.index(stage), BYTES)
-            chunk = first_chunk + k
-            row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
-            _fetch_tile(weight, [row, 0], ready.index(stage), tiles.index(stage))
-            _fetch_tile(shifts, [shift_row, 0], ready.index(stage), shift_tiles.index(stage))
+            mbarrier.expect(bar, BYTES)
+            _fetch_step(buffers, weights, first_chunk + k, bar, stage)
+            if AHEAD > 0:
+                is_last = step == STAGES - 1
+                if is_last:
+                    _fetch_to_l2(stored, first_chunk + STAGES, AHEAD)
             mbarrier.arrive(board[2].index(0), count=1, pred=k == claim_step)
             step += 1
         turn += 1
@@ -234,23 +330,67 @@ def _fetch(board, buffers, weights, row_tiles, num_steps):
 
 
 @gluon.jit
+def _parts_of(x_tiles, ROWS: gl.constexpr):
+    """The places of ROWS rows each in x_tiles [n, rows, BLOCK]."""
+    SHAPE: gl.constexpr = [x_tiles.shape[0] * x_tiles.shape[1] // ROWS, ROWS, _BLOCK]
+    if _IS_PUBLIC:
+        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
+    else:
+        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
+    return parts
+
+
+@gluon.jit
 def _fetch_few(buffers, x, begin, end, k, stage):
     """Load the inputs of a step, of as many tokens as there are, a few at a time."""
-    _tiles, _shift_tiles, x_tiles, _more_tiles, ready, _free = buffers
+    x_tiles, bar = buffers[2], buffers[4].index(stage)
     ROWS: gl.constexpr = x.block_type.shape[0]
     PARTS: gl.constexpr = x_tiles.shape[1] // ROWS
-    SHAPE: gl.constexpr = [x_tiles.shape[0] * PARTS, ROWS, _BLOCK]
-    if _IS_PUBLIC:
-        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x.layout)
-    else:
-        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x.layout)
+    parts = _parts_of(x_tiles, ROWS)
     count = gl.cdiv(2 * (end - begin), ROWS)
     for i in gl.static_range(1, PARTS + 1):
         if count == i:
-            mbarrier.expect(ready.index(stage), i * x.block_type.nbytes)
+            mbarrier.expect(bar, i * x.block_type.nbytes)
     for i in range(count):
         place = parts.index(stage * PARTS + i)
-        _fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], ready.index(stage), place)
+        _fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], bar, place)
+
+
+@gluon.jit
+def _sources(rows, begin, end, size, TOKENS: gl.constexpr, TOP_K: gl.constexpr):
+    """Where the inputs of a tile's tokens begin, of _COPIED rows together; two of each token."""
+    ROW: gl.constexpr = gl.SliceLayout(1, _copied_layout())
+    slots = gl.arange(0, _COPIED, layout=ROW)
+    found = ()
+    for i in gl.static_range(2 * TOKENS // _COPIED):
+        places = begin + i * (_COPIED // 2) + slots // 2
+        tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
+        found += ((2 * tokens + slots % 2) * size,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.constexpr_function
+def _copied_layout() -> gl.BlockedLayout:
+    """Of _COPIED rows of BLOCK numbers, in a warp that copies 16 bytes at once."""
+    lanes = BLOCK // 16
+    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [1, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_by_token(buffers, values, sources, count, size, k, stage):
+    """Copy the inputs of a step of `count` tokens from where each has its own."""
+    x_tiles, bar = buffers[2], buffers[4].index(stage)
+    PARTS: gl.constexpr = x_tiles.shape[1] // _COPIED
+    LAYOUT: gl.constexpr = _copied_layout()
+    parts = _parts_of(x_tiles, _COPIED)
+    columns = k * _BLOCK + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    slots = gl.arange(0, _COPIED, layout=gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(PARTS):
+        if i * _COPIED < 2 * count:
+            places = values + (sources[i][:, None] + columns[None, :])
+            inside = (i * _COPIED + slots < 2 * count)[:, None] & (columns < size)[None, :]
+            _copy(parts.index(stage * PARTS + i), places, mask=inside)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -275,12 +415,29 @@ def _fetch_quarters(buffers, x, x_more, begin, more, k, stage, MORE: gl.constexp
 
 @gluon.jit
 def _fetch_inputs(
-    board, buffers, x, x_more, num_steps, MORE: gl.constexpr, FEW: gl.constexpr, PDL: gl.constexpr
+    board,
+    buffers,
+    x,
+    x_more,
+    x_rows,
+    kept_scales,
+    num_steps,
+    TOP_K: gl.constexpr,
+    MORE: gl.constexpr,
+    FEW: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """The partition that loads inputs."""
+    """The partition that loads inputs, with BY_TOKEN also their scales.
+
+    x_rows: with BY_TOKEN, inputs and their scales by token, the size of an input, and `rows`.
+    kept_scales: with BY_TOKEN, shared memory for scales of the tokens of two tiles, where a tile's
+        are before its last inputs are there.
+    """
     x_tiles, free = buffers[2], buffers[5]
     STAGES: gl.constexpr = x_tiles.shape[0]
     FIRST: gl.constexpr = x_tiles.shape[1] // 2
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     if PDL:
         tl.extra.cuda.gdc_wait()
     step = gl.to_tensor(0)
@@ -289,10 +446,21 @@ def _fetch_inputs(
     while expert >= 0:
         mbarrier.arrive(board[2].index(0), count=1)
         more = _num_more(begin, end, FIRST, MORE)
+        if BY_TOKEN:
+            values, x_scales, size, rows = x_rows
+            sources = _sources(rows, begin, end, size, FIRST, TOP_K)
+            places = begin + gl.arange(0, FIRST, layout=TOKENS)
+            tokens = gl.load(rows + places, mask=places < end, other=0) // TOP_K
+            own_scales = gl.load(x_scales + tokens)
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            if FEW:
+            if BY_TOKEN:
+                if k == num_steps - 1:
+                    kept_scales.index(turn & 1).store(own_scales)
+                    _barrier()
+                _copy_by_token(buffers, values, sources, end - begin, size, k, stage)
+            elif FEW:
                 _fetch_few(buffers, x_more, begin, end, k, stage)
             else:
                 _fetch_quarters(buffers, x, x_more, begin, more, k, stage, MORE)
@@ -357,7 +525,7 @@ def _store_in_two(acc, out, target, row):
 
 
 @gluon.jit
-def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
+def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKEN: gl.constexpr):
     """The step after a tile's last one, and sums of both matrices: of the first half of its tokens,
     and of the TAKEN quarters that are taken of the others."""
     tiles, shift_tiles, x_tiles, more_tiles, ready, free = buffers
@@ -381,6 +549,8 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr):
     for _k in range(count):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if BY_TOKEN:
+            fence_async_shared()  # copies of inputs, unlike those by TMA, need it
         words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
         xs = x_tiles.index(stage).permute((1, 0))
         values = _to_float8(words, own, LAYOUT)
@@ -447,6 +617,7 @@ def _of_tokens(
     TOP_K: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
 ):
     """What sums of some of a tile's tokens are multiplied by, and where results go: `_targets`, or
     the first and last place with SPLITS.
@@ -458,7 +629,9 @@ def _of_tokens(
     )
     _out, shares, num_tokens = target
     SUMS: gl.constexpr = _of_both(gl.zeros([_ROWS, 2 * TOKENS], gl.float32, LAYOUT)).type.layout
-    if x_scales is None:
+    if BY_TOKEN:
+        scales = 1.0  # see `_finish`
+    elif x_scales is None:
         scales = 1.0 / _BOUNDED
     else:
         tokens = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SUMS))
@@ -481,6 +654,7 @@ def _finish(
     second_part,
     of_rows,
     of_tokens,
+    tile_scales,
     row,
     out,
     shape,
@@ -488,11 +662,13 @@ def _finish(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
 ):
     """Store what follows from sums [ROWS, 2 TOKENS] of both matrices, from `row` on.
 
     Args:
         of_rows, of_tokens: see `_of_rows` and `_of_tokens`.
+        tile_scales: with BY_TOKEN, shared memory with scales of the tokens.
     """
     factor, second_factor, shift, second_shift = of_rows
     scales, targets = of_tokens
@@ -500,6 +676,8 @@ def _finish(
     acc = _of_both(part)
     second = _of_both(second_part)
     SUMS: gl.constexpr = acc.type.layout
+    if BY_TOKEN:
+        scales = tile_scales.load(gl.SliceLayout(0, SUMS))[None, :]
     acc = acc * (_as_column(factor, SUMS) * scales) + _as_column(shift, SUMS)
     second = second * (_as_column(second_factor, SUMS) * scales) + _as_column(second_shift, SUMS)
     if GATED:
@@ -518,6 +696,7 @@ def _compute(
     step,
     count,
     place,
+    tile_scales,
     lists,
     factors,
     target,
@@ -528,6 +707,7 @@ def _compute(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
 ):
     """A tile of tokens, of which TAKEN quarters follow the first half; the step after its last."""
     x_tiles, more_tiles = buffers[2], buffers[3]
@@ -556,15 +736,17 @@ def _compute(
             TOP_K,
             GATED,
             SPLITS,
+            BY_TOKEN,
         )
         of_tokens += (own,)  # type: ignore[assignment]
-    step, sums = _sums(buffers, step, count, MORE, TAKEN)
+    step, sums = _sums(buffers, step, count, MORE, TAKEN, BY_TOKEN)
     for i in gl.static_range(1 + TAKEN):
         _finish(
             sums[2 * i],
             sums[2 * i + 1],
             of_rows,
             of_tokens[i],
+            tile_scales,
             row,
             target[0],
             shape,
@@ -572,6 +754,7 @@ def _compute(
             EPILOGUE,
             GATED,
             SPLITS,
+            BY_TOKEN,
         )
     return step
 
@@ -581,6 +764,7 @@ def _multiply(
     lists,
     board,
     buffers,
+    kept_scales,
     factors,
     target,
     shape,
@@ -590,6 +774,7 @@ def _multiply(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
@@ -604,6 +789,9 @@ def _multiply(
         mbarrier.arrive(board[2].index(0), count=1)
         place = (expert, row_tile * ROWS, begin, end)
         more = _num_more(begin, end, FIRST, MORE)
+        tile_scales = kept_scales
+        if BY_TOKEN:
+            tile_scales = kept_scales.index(turn & 1)
         for taken in gl.static_range(MORE + 1):
             if more == taken:
                 step = _compute(
@@ -611,6 +799,7 @@ def _multiply(
                     step,
                     num_steps,
                     place,
+                    tile_scales,
                     lists,
                     factors,
                     target,
@@ -621,6 +810,7 @@ def _multiply(
                     EPILOGUE,
                     GATED,
                     SPLITS,
+                    BY_TOKEN,
                 )
         turn += 1
         expert, row_tile, begin, end = _task(board, turn)
@@ -648,6 +838,12 @@ def grouped_mx_kernel(
     num_rows,
     num_first,
     num_steps,
+    num_experts,
+    values,
+    size,
+    words,
+    shift_words,
+    early_tiles,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     MORE: gl.constexpr,
@@ -656,17 +852,24 @@ def grouped_mx_kernel(
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
     FEW: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
 
-    Lists were written before split_kernel, which lets the next kernel start after its own wait:
-    here, and in the kernel after this one, they may be read, and weights be loaded, before it.
+    Lists were written before the kernel that precedes this one, which lets the next kernel start
+    after its own wait: they may be read, and weights be loaded, before this kernel's wait. Not so
+    with BY_TOKEN, where the kernel that precedes may be the one that writes them.
 
     Args:
-        x, x_more, x_scales: of split_kernel; x is a descriptor of two rows for each of a tile's
-            tokens or, with MORE, of its first half, and x_more of a quarter, or with FEW of as
-            many tokens as are fetched together.
+        x, x_more: descriptors of inputs in two numbers, in the order of `rows`: x of two rows for
+            each of a tile's tokens or, with MORE, of its first half, and x_more of a quarter, or
+            with FEW of as many tokens as are fetched together.
+        values, size: with BY_TOKEN, inputs [num_tokens, 2, size] in two numbers; x and x_more then
+            tell no more than how they lie in shared memory.
+        x_scales: of the same.
         weight, shifts: descriptors of what a tile has in ExpertTables.
         weight_factors: ExpertTables.factors.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, or Halves.values
@@ -678,8 +881,11 @@ def grouped_mx_kernel(
         PARTS: tiles of tokens in a block of the lists.
         MORE: how many quarters of a tile follow what is computed of each tile; 0: none.
         FEW: experts have few tokens, and tiles no quarters.
+        BY_TOKEN: there are inputs of each token, which several tiles may take; tiles have no
+            quarters.
+        words, shift_words, early_tiles, EARLY, AHEAD: see `_fetch`.
     """
-    if PDL:
+    if PDL and not BY_TOKEN:
         tl.extra.cuda.gdc_launch_dependents()
     FIRST: gl.constexpr = x.block_type.shape[0] // 2
     TOKENS: gl.constexpr = FIRST + MORE * (FIRST // 2)
@@ -693,7 +899,7 @@ def grouped_mx_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=33 if BY_TOKEN else 2)
         mbarrier.init(free.index(stage), count=1)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [4], FLAT)
@@ -701,6 +907,9 @@ def grouped_mx_kernel(
     taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(written.index(0), count=1)
     mbarrier.init(taken.index(0), count=3)
+    kept_scales = written
+    if BY_TOKEN:
+        kept_scales = gl.allocate_shared_memory(gl.float32, [2, FIRST], FLAT)
     fence_async_shared()
     row_tiles = gl.cdiv(num_first, _ROWS)
     lists = (experts, begins, ends, rows)
@@ -718,6 +927,7 @@ def grouped_mx_kernel(
                     lists,
                     board,
                     buffers,
+                    kept_scales,
                     factors,
                     target,
                     shape,
@@ -727,12 +937,47 @@ def grouped_mx_kernel(
                     EPILOGUE,
                     GATED,
                     SPLITS,
+                    BY_TOKEN,
                     PDL,
                 ),
             ),
-            (_fetch_inputs, (board, buffers, x, x_more, num_steps, MORE, FEW, PDL)),
-            (_fetch, (board, buffers, weights, row_tiles, num_steps)),
-            (_claim, (lists, num_blocks, claims, board, row_tiles, TOKENS, PARTS)),
+            (
+                _fetch_inputs,
+                (
+                    board,
+                    buffers,
+                    x,
+                    x_more,
+                    (values, x_scales, size, rows),
+                    kept_scales,
+                    num_steps,
+                    TOP_K,
+                    MORE,
+                    FEW,
+                    BY_TOKEN,
+                    PDL,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    board,
+                    buffers,
+                    weights,
+                    (words, shift_words),
+                    row_tiles,
+                    num_steps,
+                    num_experts,
+                    early_tiles,
+                    PDL and BY_TOKEN,
+                    EARLY,
+                    AHEAD,
+                ),
+            ),
+            (
+                _claim,
+                (lists, num_blocks, claims, board, row_tiles, TOKENS, PARTS, PDL and BY_TOKEN),
+            ),
         ],
         [1, 1, 1],
         [24, 24, 24],
@@ -767,9 +1012,11 @@ class MxExperts:
             ExpertProjection(down_tables, weights.down_bias, Epilogue.NONE),
         )
 
-    def takes_in_two(self, num_tokens: int, top_k: int) -> bool:
-        """See ExpertsKernel.takes_in_two."""
-        return False
+    def rounding(self, num_tokens: int, top_k: int) -> Rounding:
+        """See ExpertsKernel.rounding."""
+        num_experts = len(self._up.tables.factors)
+        is_by_token = tokens_per_tile(num_tokens, num_experts, top_k) == TOKENS_BY_TOKEN
+        return Rounding.TOKENS_IN_TWO if num_tokens > 1 and is_by_token else Rounding.NONE
 
     def routes_inputs(self, num_tokens: int, router: RouterWeights, config: RoutingConfig) -> bool:
         """See RoutingExpertsKernel.routes_inputs."""
@@ -793,7 +1040,12 @@ class MxExperts:
             target = inner.values
         else:
             inner = target = x.new_empty((len(rows), self._down.tables.size))
-        _launch(_split(x, rows, top_k, True), self._up, target, routed)
+        if routed.lists.block_rows == TOKENS_BY_TOKEN:
+            values, scales, _ = routed.inputs or round_inputs(x, Rounding.TOKENS_IN_TWO)
+            given = Halves(values.view(-1, x.shape[1]), scales, is_by_token=True)
+        else:
+            given = _split(x, rows, top_k, True)
+        _launch(given, self._up, target, routed)
         halves = inner if isinstance(inner, Halves) else _split(inner, rows, top_k, False)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
@@ -820,10 +1072,11 @@ def _warn_of_scales() -> None:
 
 
 class Halves(NamedTuple):
-    """Inputs of a projection, in the order of the lists."""
+    """Inputs of a projection, in the order of the lists, or by token."""
 
     values: Tensor  # e4m3 [2 * rows, size]
-    scales: Tensor | None  # float32 [rows]; None: values are _BOUNDED times as large
+    scales: Tensor | None  # float32 of rows; None: values are _BOUNDED times as large
+    is_by_token: bool = False
 
 
 def _empty_halves(num_rows: int, size: int, device: torch.device) -> Tensor:
@@ -852,6 +1105,15 @@ def _split(x: Tensor, rows: Tensor, top_k: int, gathers: bool) -> Halves:
     return Halves(halves, scales)
 
 
+def _early_tiles(num_programs: int, weight: ExpertTables, num_tokens: int, top_k: int) -> int:
+    """How many tiles of each expert are fetched early, of as many of the first experts as the first
+    tiles of all programs are likely to be of, if tokens choose evenly."""
+    num_experts = len(weight.factors)
+    hit = 1 - (1 - top_k / num_experts) ** num_tokens
+    likely = min(num_experts, math.ceil(num_programs / weight.num_tiles / hit))
+    return min(weight.num_tiles, -(-num_programs // likely))
+
+
 def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed) -> None:
     """One projection of all experts."""
     weight, bias, epilogue = projection
@@ -864,13 +1126,21 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
     stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     more = MORE if tokens >= LEAST_DIVIDED else 0
-    is_few = not more and num_tokens * top_k <= len(weight.factors)
+    by_token = x.is_by_token
+    assert not (by_token and more)
+    num_experts = len(weight.factors)
+    is_few = not more and not by_token and num_tokens * top_k <= num_experts
     columns = tokens if more else 2 * tokens
-    memory = _FEW_SHARED_MEMORY if is_few else _SHARED_MEMORY
+    few_rows = _FEW_ROWS if is_few else columns // 2
+    memory = _FEW_SHARED_MEMORY if is_few or by_token else _SHARED_MEMORY
     room = memory // per_sm - 2 * ROWS * columns - 1024
-    grouped_mx_kernel[(min(num_tiles, NUM_SMS * per_sm),)](
+    stages = min(_MAX_STAGES, room // stage)
+    is_ahead = not (epilogue.is_gated or is_few)
+    num_programs = min(num_tiles, NUM_SMS * per_sm)
+    early_tiles = _early_tiles(num_programs, weight, num_tokens, top_k)
+    grouped_mx_kernel[(num_programs,)](
         swizzled_descriptor(x.values, [columns, BLOCK], 128),
-        swizzled_descriptor(x.values, [_FEW_ROWS if is_few else columns // 2, BLOCK], 128),
+        swizzled_descriptor(x.values, [few_rows, BLOCK], 128),
         swizzled_descriptor(weight.words, [ROWS, 32], 128),
         swizzled_descriptor(weight.shifts, [ROWS // 16, 32], 0),
         weight.factors,
@@ -885,14 +1155,23 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
         weight.num_rows,
         weight.num_first,
         weight.num_blocks,
+        num_experts,
+        x.values if by_token else None,
+        x.values.shape[1],
+        weight.words,
+        weight.shifts,
+        early_tiles,
         TOP_K=top_k,
         PARTS=parts,
         MORE=more,
-        STAGES=min(_MAX_STAGES, room // stage),
+        STAGES=stages,
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         SPLITS=out.dtype == torch.float8_e4m3fn,
         FEW=is_few,
+        BY_TOKEN=by_token,
+        EARLY=min(EARLY, weight.num_blocks) if by_token else 0,
+        AHEAD=max(0, min(AHEAD, weight.num_blocks - stages)) if is_ahead else 0,
         num_warps=4,
         maxnreg=registers,
         **launch_options(out.device),

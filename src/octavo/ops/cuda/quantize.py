@@ -10,7 +10,13 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
-from octavo.ops.quantized import FLOAT8_MAX, LARGEST_INTEGER, RoundedInputs, Rounding
+from octavo.ops.quantized import (
+    FLOAT8_MAX,
+    LARGEST_INTEGER,
+    LATTER,
+    RoundedInputs,
+    Rounding,
+)
 
 TOKENS = 128  # of the largest tiles of products with groups
 # Inputs of a program, where they have groups.
@@ -23,6 +29,8 @@ _BLOCKS = {
 _MAX = tl.constexpr(FLOAT8_MAX)
 _IN_TWO = tl.constexpr(int(Rounding.IN_TWO))
 _INTEGERS = tl.constexpr(int(Rounding.INTEGERS))
+_TOKENS_IN_TWO = tl.constexpr(int(Rounding.TOKENS_IN_TWO))
+_LATTER = tl.constexpr(LATTER)
 _LARGEST = tl.constexpr(LARGEST_INTEGER)
 SMALLEST_SIZE = tl.constexpr(0x0DA24260)  # the bits of 1e-30: groups of zeros have a scale, too
 # The lowest bits of a sum with 1.5 * 2^23 are a rounded integer. With 128 more, its second octet is
@@ -41,7 +49,7 @@ def empty_inputs(
     group = rounding.group if group is None else group
     dtype = torch.int8 if rounding is Rounding.INTEGERS else torch.float8_e4m3fn
     values = torch.empty((num_tokens, size), dtype=dtype, device=device)
-    if rounding in (Rounding.IN_TWO, Rounding.INTEGERS):
+    if rounding in (Rounding.IN_TWO, Rounding.INTEGERS, Rounding.TOKENS_IN_TWO):
         values = values.new_empty((num_tokens, 2, size))
     shape: tuple[int, ...] = num_tokens, 1
     if group:
@@ -100,6 +108,7 @@ def store_rounded(
     size: inputs of the token.
     """
     BLOCK: tl.constexpr = values.shape[0]
+    KIND: tl.constexpr = _IN_TWO if ROUNDING == _TOKENS_IN_TWO else ROUNDING
     if GROUP < BLOCK or ROUNDING == _INTEGERS:
         values = tl.reshape(values, [BLOCK // GROUP, GROUP])
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
@@ -115,8 +124,9 @@ def store_rounded(
     if ROUNDING == _INTEGERS:
         scale, total = _store_integers(values, rounded + row * 2 * size, start, end, size)
         tl.store(targets + scale_stride // 2, total, mask=is_group)
-    elif ROUNDING == _IN_TWO:
-        scale = _store_in_two(values, top, rounded + row * 2 * size + places, size, inside)
+    elif KIND == _IN_TWO:
+        both = rounded + row * 2 * size + places
+        scale = _store_in_two(values, top, both, size, inside, ROUNDING)
     else:
         scale = tl.where(top < float("inf"), tl.maximum(top, 1e-12) / _MAX, float("nan"))
         values = (values / scale).to(rounded.dtype.element_ty)
@@ -169,17 +179,26 @@ def _store_integers(values, rounded, start, end, size):
 
 
 @triton.jit
-def _store_in_two(values, top, places, size, inside):
+def _store_in_two(values, top, places, size, inside, ROUNDING: tl.constexpr):
     """Store the two numbers of each value, `size` places apart; returns scales. They are
-    `scales_of_two` and `in_two` of two_float8.py, in Triton."""
+    `scales_of_two` and `in_two` of two_float8.py, in Triton; or, with TOKENS_IN_TWO, `_in_two` of
+    expert_tables.py."""
     exponent = tl.maximum(top, 1e-30).to(tl.int32, bitcast=True) >> 23
     factor = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.where(exponent < 255, factor, float("nan"))
     bits = scaled.to(tl.int32, bitcast=True)
-    high = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+    if ROUNDING == _TOKENS_IN_TWO:
+        # 1.5 * 2^(e + 20) of a number with the exponent e, or of the least normal one, 2^-6.
+        large = tl.maximum(bits & 0x7F800000, 0x3C800000) + 0x0A400000
+        large = large.to(tl.float32, bitcast=True)
+        high = (scaled + large) - large
+        low = (scaled - high) * _LATTER
+    else:
+        high = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+        low = scaled - high
     tl.store(places, high.to(places.dtype.element_ty), mask=inside)
-    tl.store(places + size, (scaled - high).to(places.dtype.element_ty), mask=inside)
+    tl.store(places + size, low.to(places.dtype.element_ty), mask=inside)
     return tl.where(exponent < 255, scale, float("nan"))
 
 
@@ -203,7 +222,7 @@ def store_group_in_two(
     values = tl.load(x + rows * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     top = tl.max(_sizes(values), 1, keep_dims=True)
     places = rounded + rows * 2 * size + columns[None, :]
-    scale = _store_in_two(values, top, places, size, inside)
+    scale = _store_in_two(values, top, places, size, inside, _IN_TWO)
     tl.store(scales + group * scale_stride + rows, scale, mask=is_token[:, None])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.ops.cuda.expert_tiles import max_blocks, tokens_per_tile
 from octavo.ops.cuda.pdl import allow_next, fetch_to_l2, launch_options, wait_previous
-from octavo.ops.cuda.quantize import empty_inputs, store_group_in_two
+from octavo.ops.cuda.quantize import empty_inputs, store_group_in_two, store_rounded
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
 from octavo.ops.norm import DeferredNorm
@@ -32,6 +32,7 @@ from octavo.routing import RoutingConfig, Scoring
 SOFTMAX = tl.constexpr(int(Scoring.SOFTMAX))
 SIGMOID = tl.constexpr(int(Scoring.SIGMOID))
 SPARSEMIXER = tl.constexpr(int(Scoring.SPARSEMIXER))
+TOKENS_IN_TWO = tl.constexpr(int(Rounding.TOKENS_IN_TWO))
 LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
 LOWEST_KEY = tl.constexpr(-(2**31))  # of experts that cannot be chosen, or have been
 NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
@@ -84,10 +85,10 @@ class CudaRouter:
         """See RouterKernel.norms_inputs."""
         return False
 
-    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """See RouterKernel.apply."""
         assert isinstance(x, Tensor), "it norms nothing"
-        return route(x, self._weights, self._config, self._num_hit, in_two)
+        return route(x, self._weights, self._config, self._num_hit, rounding)
 
 
 @cache
@@ -103,13 +104,13 @@ def route(
     weights: RouterWeights,
     config: RoutingConfig,
     num_hit: Tensor,
-    in_two: bool = False,
+    rounding: Rounding = Rounding.NONE,
 ) -> Routed:
     """Route x [num_tokens, size], dense.
 
     Args:
         num_hit: see make_router_kernel.
-        in_two: see RouterKernel.apply.
+        rounding: see RouterKernel.apply.
 
     Returns:
         With BlockLists, if there are several tokens.
@@ -132,9 +133,10 @@ def route(
     if lists is not None and marks is None:
         listed = lists[:5]
     inputs = None
-    if in_two:
-        inputs = empty_inputs(num_tokens, size, Rounding.IN_TWO, x.device)
-        grid = *grid[:2], cut.splits + triton.cdiv(len(inputs.scales), grid[0])
+    if rounding is not Rounding.NONE:
+        inputs = empty_inputs(num_tokens, size, rounding, x.device)
+        num_rounding = len(inputs.scales) if rounding.group else tile
+        grid = *grid[:2], cut.splits + triton.cdiv(num_rounding, grid[0])
     assert num_tiles <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
     is_softmax = config.scoring is Scoring.SOFTMAX
     _route_kernel[grid](
@@ -174,7 +176,8 @@ def route(
         TOP_GROUPS=config.top_groups,
         BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
         IEEE=x.dtype == torch.float32,
-        GROUP=Rounding.IN_TWO.group,
+        GROUP=rounding.group or power_of_2(size),
+        ROUNDING=int(rounding),
         num_warps=cut.warps,
         num_stages=4,
         **launch_options(x.device),
@@ -665,11 +668,12 @@ def _route_kernel(
     BY_LOGITS: tl.constexpr,
     IEEE: tl.constexpr,
     GROUP: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Logits [SPLITS, num_tokens, num_experts] of some inputs; and all that follows from their
     sums, by the last program of a tile. With `rounded`, each program behind the last split
-    stores GROUP inputs of a tile's tokens in two numbers.
+    stores GROUP inputs of a tile's tokens in two numbers, or all of one token.
 
     Args:
         AHEAD: blocks of inputs of a program; 0: all.
@@ -683,7 +687,25 @@ def _route_kernel(
     if rounded is not None and split >= SPLITS:
         wait_previous(PDL)
         group = (split - SPLITS) * tl.num_programs(0) + tl.program_id(0)
-        if group * GROUP < size:
+        if ROUNDING == TOKENS_IN_TWO:
+            token = tile * TOKENS + group
+            if group < TOKENS and token < num_tokens:
+                row = token.to(tl.int64)
+                places = tl.arange(0, GROUP)
+                values = tl.load(x + row * stride + places, mask=places < size, other=0.0)
+                store_rounded(
+                    values.to(tl.float32),
+                    rounded,
+                    input_scales,
+                    input_scale_stride,
+                    row,
+                    0,
+                    size,
+                    size,
+                    GROUP,
+                    ROUNDING,
+                )
+        elif group * GROUP < size:
             store_group_in_two(
                 x,
                 rounded,

@@ -43,7 +43,6 @@ MOST_EXPERTS = 128  # whose logits of a token a warp compares
 _COLUMNS = 128
 _MOST_SPLITS = 32  # of the inputs, whose logits the last program has in registers
 _WARPS = 8  # so that a warp chooses the experts of a token
-_ALL_EXPERTS = tl.constexpr(MOST_EXPERTS)
 
 
 class CudaNormRouter(CudaRouter):
@@ -58,11 +57,11 @@ class CudaNormRouter(CudaRouter):
         fits = num_experts <= MOST_EXPERTS and size <= _COLUMNS * _MOST_SPLITS
         return LEAST_TOKENS <= num_tokens <= MOST_TOKENS and is_wide and fits
 
-    def apply(self, x: Tensor | DeferredNorm, in_two: bool = False) -> Routed:
+    def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """See RouterKernel.apply."""
         if isinstance(x, DeferredNorm):
-            return norm_and_route(x, self._weights, self._config, self._num_hit, in_two)
-        return super().apply(x, in_two)
+            return norm_and_route(x, self._weights, self._config, self._num_hit, rounding)
+        return super().apply(x, rounding)
 
 
 @cache
@@ -80,7 +79,7 @@ def norm_and_route(
     weights: RouterWeights,
     config: RoutingConfig,
     num_hit: Tensor,
-    in_two: bool = False,
+    rounding: Rounding = Rounding.NONE,
 ) -> Routed:
     """Apply the norm, with the addition to the residual stream, and route the result.
 
@@ -88,7 +87,7 @@ def norm_and_route(
         norm: of [num_tokens, size], or of partial sums [num_splits, num_tokens, size]; without a
             norm of the branch.
         num_hit: see make_router_kernel.
-        in_two: see RouterKernel.apply.
+        rounding: see RouterKernel.apply.
 
     Returns:
         With BlockLists.
@@ -102,7 +101,10 @@ def norm_and_route(
     num_experts, top_k = config.num_experts, config.top_k
     device = x.device
     normed = torch.empty((num_tokens, size), dtype=dtype, device=device)
-    inputs = empty_inputs(num_tokens, size, Rounding.IN_TWO, device) if in_two else None
+    inputs = None
+    if rounding is not Rounding.NONE:
+        inputs = empty_inputs(num_tokens, size, rounding, device)
+    all_columns = max(power_of_2(size), rounding.group)
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
     lists = _empty_lists(num_tokens, top_k, num_experts, device)
@@ -136,9 +138,10 @@ def norm_and_route(
         TOKENS=MOST_TOKENS,
         X_SPLITS=x.shape[0] if x.dim() == 3 else 1,
         EXPERTS=max(16, power_of_2(num_experts)),
+        ALL_EXPERTS=max(32, power_of_2(num_experts)),
         COLUMNS=_COLUMNS,
         SPLITS=splits,
-        ALL_COLUMNS=max(power_of_2(size), Rounding.IN_TWO.group),
+        ALL_COLUMNS=all_columns,
         TOP_K=top_k,
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
@@ -147,8 +150,8 @@ def norm_and_route(
         TOP_GROUPS=config.top_groups,
         BY_LOGITS=is_softmax and weights.correction is None and config.num_groups == 1,
         IEEE=dtype == torch.float32,
-        GROUP=Rounding.IN_TWO.group,
-        ROUNDING=int(Rounding.IN_TWO),
+        GROUP=rounding.group or all_columns,
+        ROUNDING=int(rounding),
         num_warps=_WARPS,
         **launch_options(device),
     )
@@ -258,6 +261,7 @@ def _norm_row(
     eps,
     offset,
     X_SPLITS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -283,8 +287,8 @@ def _norm_row(
     )
     exact = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
-    experts = tl.arange(0, _ALL_EXPERTS)
-    bits = tl.zeros([_ALL_EXPERTS], tl.int32) + announced(factor)
+    experts = tl.arange(0, ALL_EXPERTS)
+    bits = tl.zeros([ALL_EXPERTS], tl.int32) + announced(factor)
     tl.store(factors + row * num_experts + experts, bits, mask=experts < num_experts)
     places = place * size + columns
     if total is not None:
@@ -359,6 +363,7 @@ def _norm_and_route_kernel(
     TOKENS: tl.constexpr,
     X_SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
@@ -384,7 +389,8 @@ def _norm_and_route_kernel(
         board: see _board.
         offset: what is added to norm_weight.
         TOKENS: at least num_tokens.
-        EXPERTS: power of 2, at least num_experts.
+        EXPERTS: power of 2, at least num_experts; ALL_EXPERTS: the same, of a token's logits, which
+            a warp compares.
     """
     allow_next(PDL)
     program = tl.program_id(0)
@@ -431,14 +437,15 @@ def _norm_and_route_kernel(
             eps,
             offset,
             X_SPLITS,
+            ALL_EXPERTS,
             ALL_COLUMNS,
             GROUP,
             ROUNDING,
             PDL,
         )
         return
-    every = tl.arange(0, _ALL_EXPERTS)
-    shift = tl.zeros([_ALL_EXPERTS], tl.float32)
+    every = tl.arange(0, ALL_EXPERTS)
+    shift = tl.zeros([ALL_EXPERTS], tl.float32)
     if bias is not None:
         shift += tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
     wait_previous(PDL)
