@@ -60,8 +60,10 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
     _load_row,
     announce_logit,
-    choose,
+    begin_choice,
+    choose_some,
     empty_logits,
+    end_choice,
     load_weights,
     logit_shape,
     make_choice,
@@ -91,6 +93,8 @@ _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
 _TAKING_WARPS, _TAKING_REGISTERS = 4, 128  # of the partition that makes two numbers of inputs
 _OWN = 2  # units of gates of each program that it does not claim
+_FIRST = 3  # experts whose weights are asked for before the others are chosen
+_LETS_NEXT = 0
 
 
 class Float8Projection(NamedTuple):
@@ -224,6 +228,8 @@ def _launch(
         STAGES=_STAGES,
         TOP_K=top_k,
         OWN=_OWN,
+        FIRST=min(_FIRST, top_k),
+        LETS_NEXT=_LETS_NEXT,
         EPILOGUE=int(epilogue),
         TAKING_WARPS=_TAKING_WARPS,
         TAKING_REGISTERS=_TAKING_REGISTERS,
@@ -302,28 +308,14 @@ def _told_unit(ring, stage, phase):
 
 
 @gluon.jit
-def _experts_of(
-    source,
-    launch,
-    TOP_K: gl.constexpr,
-    RENORMALISES: gl.constexpr,
-    ALL_EXPERTS: gl.constexpr,
-):
-    """The token's experts, for a single warp: as given, or chosen.
-
-    source: ids, weights, and what is needed to choose experts: places of logits, the number of
-        experts, what weights are multiplied by, and what partitions tell each other by.
-    """
-    ids, _weights, places, num_experts, _scale, choice = source
+def _given_experts(ids, TOP_K: gl.constexpr):
+    """The token's experts, for a single warp, by one load: with one for each, all programs read the
+    same line many times."""
+    slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
     experts = ()
-    if ids is None:
-        buffer = own_buffer(launch)
-        experts = choose(choice, places, buffer, num_experts, ALL_EXPERTS, TOP_K, RENORMALISES)
-    else:  # By one load: with one for each, all programs read the same line many times.
-        slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
-        for i in gl.static_range(TOP_K):
-            experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
+    for i in gl.static_range(TOP_K):
+        experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
     return experts
 
 
@@ -374,6 +366,29 @@ def _claim(counter, last):
 
 
 @gluon.jit
+def _fetch_unit(
+    up,
+    ring,
+    stage,
+    phase,
+    unit,
+    experts,
+    inner,
+    UP_BLOCKS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+):
+    """Load a unit of gates and ups; the next stage and phase."""
+    STAGES: gl.constexpr = ring[5].shape[0]
+    octets = inner // _ROWS
+    expert = expert_of(experts, unit // octets)
+    row = unit % octets * _ROWS
+    for block in range(UP_BLOCKS):
+        _fetch_stage(up, ring, stage, phase, unit, expert, row, row + inner, block, SCALE_ROWS)
+        stage, phase = following(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _fetch(
     source,
     launch,
@@ -391,6 +406,8 @@ def _fetch(
     RENORMALISES: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
     OWN: gl.constexpr,
+    FIRST: gl.constexpr,
+    LETS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads weights, a single warp. It claims units of gates, a unit ahead."""
@@ -403,27 +420,47 @@ def _fetch(
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _experts_of(source, launch, TOP_K, RENORMALISES, ALL_EXPERTS)
     # Each program claims once in vain.
     last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
     claim = _claim(counter, last_claim)
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
-    while unit < num_gates:
-        expert = expert_of(experts, unit // octets)
-        row = unit % octets * _ROWS
-        second_row = row + inner
-        for block in range(UP_BLOCKS):
-            _fetch_stage(
-                up, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[0]
+    ids, _weights, places, num_experts, _scale, choice = source
+    if ids is None:
+        state = begin_choice(places, own_buffer(launch), num_experts, ALL_EXPERTS)
+        experts, state = choose_some(choice, state, 0, FIRST)
+        if LETS_NEXT == 1:
+            tl.extra.cuda.gdc_launch_dependents()
+        # These units' weights need not wait for the other experts.
+        while (turn < OWN) & (unit < FIRST * octets):
+            stage, phase = _fetch_unit(
+                up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
             )
-            stage, phase = following(stage, phase, STAGES)
+            turn += 1
+            unit += num_programs
+        others, state = choose_some(choice, state, FIRST, TOP_K)
+        end_choice(choice, state, num_experts, TOP_K, RENORMALISES)
+        experts = experts + others
+    else:
+        experts = _given_experts(ids, TOP_K)
+    if turn >= OWN:
+        unit = OWN * num_programs + gl.sum(claim, 0)
+        if unit < num_gates:
+            claim = _claim(counter, last_claim)
+    if LETS_NEXT == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    while unit < num_gates:
+        stage, phase = _fetch_unit(
+            up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
+        )
         turn += 1
         unit += num_programs
         if turn >= OWN:
             unit = OWN * num_programs + gl.sum(claim, 0)
             if unit < num_gates:
                 claim = _claim(counter, last_claim)
+    if LETS_NEXT == 3:
+        tl.extra.cuda.gdc_launch_dependents()
     mbarrier.arrive(near.index(0), count=1)
     _tell_unit(ring, stage, phase, -1)
     mbarrier.arrive(ready.index(stage), count=1)
@@ -438,6 +475,8 @@ def _fetch(
                     down, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[1]
                 )
                 stage, phase = following(stage, phase, STAGES)
+    if LETS_NEXT == 4:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -453,6 +492,7 @@ def _take_turns(
     inner,
     TOP_K: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
+    LETS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that finds which of both buffers the launch uses, and makes the other one
@@ -460,7 +500,7 @@ def _take_turns(
     ids, _weights, logits, num_experts, _scale, _choice = source
     if ids is None:
         prefetch_weights(norm_weight, router_weight, num_experts, size)
-    take_ticket(tickets, launch, PDL)
+    take_ticket(tickets, launch, PDL and LETS_NEXT == 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     number, buffer = told_ticket(launch)
@@ -843,6 +883,8 @@ def experts_one_float8_kernel(
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
     OWN: gl.constexpr,
+    FIRST: gl.constexpr,
+    LETS_NEXT: gl.constexpr,
     EPILOGUE: gl.constexpr,
     TAKING_WARPS: gl.constexpr,
     TAKING_REGISTERS: gl.constexpr,
@@ -974,6 +1016,8 @@ def experts_one_float8_kernel(
                     RENORMALISES,
                     ALL_EXPERTS,
                     OWN,
+                    FIRST,
+                    LETS_NEXT,
                     PDL,
                 ),
             ),
@@ -991,6 +1035,7 @@ def experts_one_float8_kernel(
                     inner,
                     TOP_K,
                     ALL_EXPERTS,
+                    LETS_NEXT,
                     PDL,
                 ),
             ),
