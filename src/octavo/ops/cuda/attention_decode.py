@@ -158,6 +158,13 @@ class DecodeConfig:
         num_held = self.num_warps * 32 * self.combined
         return min(_MOST_COMBINED, max(1, num_held // power_of_2(group * head_dim)))
 
+    def splits_of_each(self, num_seqs: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+        """For how many splits a sequence that is not long is cut: as many as are combined at once,
+        or twice as many, where the programs of all then still have an SM each."""
+        combined = self.combined_splits(group, head_dim)
+        even = self.num_programs // (num_seqs * num_kv_heads)
+        return max(combined, min(2 * combined, even // combined * combined, _MOST_COMBINED))
+
     def collecting(self, group: int, head_dim: int) -> _Collecting:
         """How the results of the splits of `group` query heads are combined."""
         heads, num_threads = group, self.num_warps * 32
@@ -169,7 +176,8 @@ class DecodeConfig:
         return _Collecting(heads, columns, piece, min(_MOST_AT_ONCE, max(1, held // columns)))
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
-        """For how many splits the keys of all sequences are cut at most; at_once: see above."""
+        """For how many splits the keys of all sequences are cut at most; at_once: see
+        `splits_of_each`."""
         most = max(1, MAX_PROGRAMS // num_kv_heads)
         even = max(1, self.num_programs // num_kv_heads)
         return min(most, max(even, num_seqs * at_once)) if self.is_early else even
