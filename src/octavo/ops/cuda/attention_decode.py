@@ -122,6 +122,7 @@ from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
 from octavo.ops.quantized import RoundedInputs, Rounding
 
+_ALLOWS_EARLY = [True]
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
 _MOST_COMBINED = 64  # splits of a sequence that is not long
 _MOST_COLLECTING = 8  # programs that share the results of a sequence and KV head
@@ -488,12 +489,13 @@ def _decode_kernel(
     FIELDS: tl.constexpr,
     ROUNDED_GROUP: tl.constexpr,
     ROUNDING: tl.constexpr,
+    ALLOWS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
     ended. FETCHED: so many blocks of keys are fetched to the L2 cache until then. ROUNDING: output
     and output_scales are RoundedInputs, with a scale for each ROUNDED_GROUP results."""
-    allow_next(PDL)
+    allow_next(PDL and ALLOWS_EARLY)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
@@ -549,6 +551,7 @@ def _decode_kernel(
         if sinks is not None:
             sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
         wait_previous(PDL)
+        allow_next(PDL and not ALLOWS_EARLY)
         # All that the preceding kernel wrote is asked for before any of it is used: queries, which
         # are used first, last. The new key comes once for each query, so that its products with
         # them need no exchange between threads.
@@ -794,6 +797,7 @@ def decode_attention(
         FIELDS=ITEM_FIELDS,
         ROUNDED_GROUP=rounding.group,
         ROUNDING=int(rounding),
+        ALLOWS_EARLY=_ALLOWS_EARLY[0],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),

@@ -53,7 +53,6 @@ from octavo.ops.cuda.one_token import (
     own_buffer,
     store_words,
     take_ticket,
-    told_ticket,
     two_buffers,
 )
 from octavo.ops.cuda.pdl import launch_options
@@ -420,6 +419,8 @@ def _fetch(
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if LETS_NEXT == 5:
+        tl.extra.cuda.gdc_launch_dependents()
     # Each program claims once in vain.
     last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
     claim = _claim(counter, last_claim)
@@ -503,11 +504,12 @@ def _take_turns(
     take_ticket(tickets, launch, PDL and LETS_NEXT == 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    number, buffer = told_ticket(launch)
+    buffer = own_buffer(launch)
     empty_other(places, buffer, TOP_K * (inner // 2))
     if ids is None:
-        empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
-        if number == 0:
+        expert = gl.program_id(0)
+        empty_logits(logits, buffer, expert, num_experts, ALL_EXPERTS)
+        if expert == 0:
             gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
 
 
@@ -583,7 +585,7 @@ def _give_x(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ids is None:
-        expert, buffer = told_ticket(launch)
+        expert = gl.program_id(0)
         weights = load_weights(
             norm_weight,
             router_weight,
@@ -597,7 +599,7 @@ def _give_x(
             BY,
         )
         parts, stream, logit = norm_row(norm, weights, size, OFFSET, PARTS, _PART, _PIECE, BY)
-        announce_logit(logit, logits, buffer, expert, num_experts, ALL_EXPERTS)
+        announce_logit(logit, logits, own_buffer(launch), expert, num_experts, ALL_EXPERTS)
     else:
         parts = _load_row(x, size, PARTS, _PART, _PIECE, BY)
     for i in gl.static_range(PARTS):
