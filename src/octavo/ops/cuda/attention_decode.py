@@ -122,11 +122,11 @@ from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
 from octavo.ops.quantized import RoundedInputs, Rounding
 
-_ALLOWS_EARLY = [True]
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
 _MOST_COMBINED = 64  # splits of a sequence that is not long
 _MOST_COLLECTING = 8  # programs that share the results of a sequence and KV head
-_MOST_AT_ONCE = 16  # splits whose results a thread loads at once
+_MOST_AT_ONCE, _MOST_OF_NARROW = 16, 32  # splits whose results a thread loads at once
+_NARROW = 64  # heads of up to so many elements
 _COLLECTED = 64  # elements that it then holds, at most
 _ROOMY = 8 * _MOST_COLLECTING  # SMs: more than programs of 8 pairs that wait for later ones
 _SMS = 132  # of the GPU that the configurations were measured on
@@ -173,8 +173,9 @@ class DecodeConfig:
             heads = min(group, max(-(-group // _MOST_COLLECTING), num_threads // head_dim))
         columns = power_of_2(heads * head_dim)
         held = min(self.combined, _COLLECTED) * num_threads
+        most = _MOST_OF_NARROW if head_dim <= _NARROW else _MOST_AT_ONCE
         piece = math.gcd(head_dim, min(4, max(1, columns // num_threads)))
-        return _Collecting(heads, columns, piece, min(_MOST_AT_ONCE, max(1, held // columns)))
+        return _Collecting(heads, columns, piece, min(most, max(1, held // columns)))
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
         """For how many splits the keys of all sequences are cut at most; at_once: see
@@ -489,13 +490,12 @@ def _decode_kernel(
     FIELDS: tl.constexpr,
     ROUNDED_GROUP: tl.constexpr,
     ROUNDING: tl.constexpr,
-    ALLOWS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PAIRED: see `_load_tile`. EARLY: the first tile is loaded before the preceding kernels have
     ended. FETCHED: so many blocks of keys are fetched to the L2 cache until then. ROUNDING: output
     and output_scales are RoundedInputs, with a scale for each ROUNDED_GROUP results."""
-    allow_next(PDL and ALLOWS_EARLY)
+    allow_next(PDL)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
@@ -551,7 +551,6 @@ def _decode_kernel(
         if sinks is not None:
             sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
         wait_previous(PDL)
-        allow_next(PDL and not ALLOWS_EARLY)
         # All that the preceding kernel wrote is asked for before any of it is used: queries, which
         # are used first, last. The new key comes once for each query, so that its products with
         # them need no exchange between threads.
@@ -797,7 +796,6 @@ def decode_attention(
         FIELDS=ITEM_FIELDS,
         ROUNDED_GROUP=rounding.group,
         ROUNDING=int(rounding),
-        ALLOWS_EARLY=_ALLOWS_EARLY[0],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),

@@ -92,8 +92,6 @@ _SHARED_MEMORY = 226_000
 _REGISTERS = 96  # of a thread, before partitions get what they need
 _TAKING_WARPS, _TAKING_REGISTERS = 4, 128  # of the partition that makes two numbers of inputs
 _OWN = 2  # units of gates of each program that it does not claim
-_FIRST = 3  # experts whose weights are asked for before the others are chosen
-_LETS_NEXT = 0
 
 
 class Float8Projection(NamedTuple):
@@ -227,8 +225,6 @@ def _launch(
         STAGES=_STAGES,
         TOP_K=top_k,
         OWN=_OWN,
-        FIRST=min(_FIRST, top_k),
-        LETS_NEXT=_LETS_NEXT,
         EPILOGUE=int(epilogue),
         TAKING_WARPS=_TAKING_WARPS,
         TAKING_REGISTERS=_TAKING_REGISTERS,
@@ -405,8 +401,6 @@ def _fetch(
     RENORMALISES: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
     OWN: gl.constexpr,
-    FIRST: gl.constexpr,
-    LETS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads weights, a single warp. It claims units of gates, a unit ahead."""
@@ -419,8 +413,6 @@ def _fetch(
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if LETS_NEXT == 5:
-        tl.extra.cuda.gdc_launch_dependents()
     # Each program claims once in vain.
     last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
     claim = _claim(counter, last_claim)
@@ -429,17 +421,15 @@ def _fetch(
     ids, _weights, places, num_experts, _scale, choice = source
     if ids is None:
         state = begin_choice(places, own_buffer(launch), num_experts, ALL_EXPERTS)
-        experts, state = choose_some(choice, state, 0, FIRST)
-        if LETS_NEXT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
-        # These units' weights need not wait for the other experts.
-        while (turn < OWN) & (unit < FIRST * octets):
+        experts, state = choose_some(choice, state, 0, 1)
+        # The best expert's weights are asked for before the others are chosen.
+        while (turn < OWN) & (unit < octets):
             stage, phase = _fetch_unit(
                 up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
             )
             turn += 1
             unit += num_programs
-        others, state = choose_some(choice, state, FIRST, TOP_K)
+        others, state = choose_some(choice, state, 1, TOP_K)
         end_choice(choice, state, num_experts, TOP_K, RENORMALISES)
         experts = experts + others
     else:
@@ -448,8 +438,6 @@ def _fetch(
         unit = OWN * num_programs + gl.sum(claim, 0)
         if unit < num_gates:
             claim = _claim(counter, last_claim)
-    if LETS_NEXT == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     while unit < num_gates:
         stage, phase = _fetch_unit(
             up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
@@ -460,8 +448,6 @@ def _fetch(
             unit = OWN * num_programs + gl.sum(claim, 0)
             if unit < num_gates:
                 claim = _claim(counter, last_claim)
-    if LETS_NEXT == 3:
-        tl.extra.cuda.gdc_launch_dependents()
     mbarrier.arrive(near.index(0), count=1)
     _tell_unit(ring, stage, phase, -1)
     mbarrier.arrive(ready.index(stage), count=1)
@@ -476,8 +462,6 @@ def _fetch(
                     down, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[1]
                 )
                 stage, phase = following(stage, phase, STAGES)
-    if LETS_NEXT == 4:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -493,7 +477,6 @@ def _take_turns(
     inner,
     TOP_K: gl.constexpr,
     ALL_EXPERTS: gl.constexpr,
-    LETS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that finds which of both buffers the launch uses, and makes the other one
@@ -501,7 +484,7 @@ def _take_turns(
     ids, _weights, logits, num_experts, _scale, _choice = source
     if ids is None:
         prefetch_weights(norm_weight, router_weight, num_experts, size)
-    take_ticket(tickets, launch, PDL and LETS_NEXT == 0)
+    take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
     buffer = own_buffer(launch)
@@ -885,8 +868,6 @@ def experts_one_float8_kernel(
     STAGES: gl.constexpr,
     TOP_K: gl.constexpr,
     OWN: gl.constexpr,
-    FIRST: gl.constexpr,
-    LETS_NEXT: gl.constexpr,
     EPILOGUE: gl.constexpr,
     TAKING_WARPS: gl.constexpr,
     TAKING_REGISTERS: gl.constexpr,
@@ -1018,8 +999,6 @@ def experts_one_float8_kernel(
                     RENORMALISES,
                     ALL_EXPERTS,
                     OWN,
-                    FIRST,
-                    LETS_NEXT,
                     PDL,
                 ),
             ),
@@ -1037,7 +1016,6 @@ def experts_one_float8_kernel(
                     inner,
                     TOP_K,
                     ALL_EXPERTS,
-                    LETS_NEXT,
                     PDL,
                 ),
             ),

@@ -57,7 +57,6 @@ _NORMING = (Programs(4, 2048, 2, per_sm=3, warps=8), Programs(2, 2048, 2, per_sm
 _NORMING_NARROW = (Programs(16, 512, 2, per_sm=2, warps=8), Programs(8, 512, 2, per_sm=2, warps=8))
 _NORMING_RAGGED = Programs(4, 1024, 3, per_sm=4)
 _NORMING_FLOAT8 = Programs(8, 1024, 2, per_sm=3)
-_ALLOWS_EARLY: dict[object, bool] = {}
 _FEW_ROWS = 8192
 MAX_ROWS = 8  # that a program takes
 _NUM_SMS = 132
@@ -166,7 +165,6 @@ def linear_one(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         SCALE_COLUMNS=0 if scales is None else scales.columns,
-        ALLOWS_EARLY=_ALLOWS_EARLY.get(tuple(weight.shape), True),
         num_warps=programs.warps,
         **launch_options(x.device),
     )
@@ -269,10 +267,9 @@ def _linear_one_kernel(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-    ALLOWS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    allow_next(PDL and ALLOWS_EARLY)
+    allow_next(PDL)
     columns = tl.arange(0, BLOCK)
     program = tl.program_id(0)
     if total is not None:
@@ -315,7 +312,6 @@ def _linear_one_kernel(
         row_scales += row // block_rows * scale_stride
         up_scales += (num_rows + row) // block_rows * scale_stride
     wait_previous(PDL)
-    allow_next(PDL and not ALLOWS_EARLY)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
     squares = tl.zeros([BLOCK], tl.float32)

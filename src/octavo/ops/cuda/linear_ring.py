@@ -55,7 +55,6 @@ class Ring:
     fold: int  # pieces of each: 8 or 16
     stages: int  # blocks in shared memory
     pause: int  # nanoseconds after each block that is loaded before the wait
-    is_early: bool = True  # lets the next kernel start before the preceding one has ended
 
 
 # Bytes, and bytes of gates and ups, which are on their way during attention: with an output
@@ -189,7 +188,6 @@ def linear_ring(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         HAS_GROUPS=has_groups,
-        IS_EARLY=ring.is_early,
         num_warps=4,
         **launch_options(x.device),
     )
@@ -370,7 +368,6 @@ def _linear_ring_kernel(
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
-    IS_EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """epilogue(x W^T + b) into out [num_rows].
@@ -384,9 +381,8 @@ def _linear_ring_kernel(
         BLOCKS: blocks of a row of W.
         SPAN: those of them that tensor cores add up.
         HAS_GROUPS: whether each piece has scales of its own.
-        IS_EARLY: of Ring.
     """
-    if PDL and IS_EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
     ROWS: gl.constexpr = weight.block_type.shape[0]
@@ -450,8 +446,6 @@ def _linear_ring_kernel(
             scale_halves.index(1).store(up_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not IS_EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     parts = _inputs(
         x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
     )

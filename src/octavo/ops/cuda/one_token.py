@@ -81,11 +81,11 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def take_ticket(tickets, launch, LETS_NEXT: gl.constexpr):
+def take_ticket(tickets, launch, PDL: gl.constexpr):
     """Find out which of both buffers the launch uses, and how many of its programs were before this
     one, and tell it to the other partitions.
 
-    LETS_NEXT: whether the next kernel may start then. That is before the wait, as no other atomic is: the next kernel may start, and thus the next
+    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
     launch of this one may take tickets, when all programs have theirs.
     """
     numbers, is_told = launch
@@ -94,7 +94,7 @@ def take_ticket(tickets, launch, LETS_NEXT: gl.constexpr):
     if ticket == all_programs - 1:  # All programs of both launches have theirs.
         # The largest is the ticket: it is waited for, that is, until the counter is 0.
         ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
-    if LETS_NEXT and ticket >= 0:  # always: it is waited for
+    if PDL and ticket >= 0:  # always: it is waited for
         tl.extra.cuda.gdc_launch_dependents()
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)

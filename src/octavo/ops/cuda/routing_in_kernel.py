@@ -28,14 +28,15 @@ parts [A, B] of A * B neighbouring elements each:
   in a single warp, after the wait
     empty_logits(places, own, expert, num_experts, ALL)
   in a single warp, after the wait
-    ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls
+    ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls; or its
+        three parts, with what may be done before the last experts are chosen between them
   in other partitions
     ids = told(choice, TOP_K), which waits
     shares = told_shares(choice, scale, TOP_K, RENORMALISES), after told
 
 where own is the number of the launch's buffer, expert another number for each program (programs
-whose numbers are below that of experts have logits to compute, so early programs should have
-these), and
+whose numbers are below that of experts have logits to compute, so where they are few, early
+programs should have these), and
     router, bias: as in RouterWeights; router is None in partitions that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
     places: int32 [2, *logit_shape], and ALL their last dimension; of launches that all route
