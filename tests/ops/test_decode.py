@@ -167,6 +167,20 @@ def test_what_no_program_has_all_of_is_not_rounded() -> None:
     assert can_round(Rounding.INTEGERS, few, 4, 128)
 
 
+def test_a_sequence_is_combined_in_two_rounds_where_each_program_has_an_sm() -> None:
+    def splits(num_seqs: int, kv_heads: int, group: int, dim: int) -> int:
+        config = decode_config(torch.bfloat16, dim, group, num_seqs * kv_heads)
+        return config.splits_of_each(num_seqs, kv_heads, group, dim)
+
+    assert splits(1, 4, 8, 128) == 32  # Qwen3-30B-A3B: 128 programs
+    assert splits(2, 4, 8, 128) == 16
+    assert splits(1, 8, 4, 128) == 32  # Llama 3 8B: as many as are combined at once
+    assert splits(1, 8, 8, 64) == 32  # gpt-oss-20b, the same
+    assert splits(1, 4, 2, 256) == 32  # Gemma 3 4B, the same
+    assert decode_config(torch.bfloat16, 128, 8, 4).collecting(8, 128).splits == 16
+    assert decode_config(torch.bfloat16, 64, 8, 8).collecting(8, 64).splits == 32  # in one round
+
+
 def test_items_have_the_fields_that_the_kernels_read() -> None:
     from octavo.ops.cuda import attention_decode, attention_prefill
 

@@ -224,7 +224,8 @@ def test_rings_leave_neither_sms_nor_memory_idle(is_float8: bool) -> None:
         units = rows / (1 + is_gated) / ring.rows / 132
         assert units / math.ceil(units) > 0.96
         blocks = ring.rows * ring.fold * 128 * ring.stages * (1 + is_gated)
-        assert blocks > 60 << 10
+        own_blocks = math.ceil(units) * math.ceil(size / (ring.fold * (128 if is_float8 else 64)))
+        assert blocks > 60 << 10 or ring.stages == own_blocks
         part = 2048 if is_float8 else 1024
         return blocks + triton.cdiv(size, part) * part * 2 + 2048  # with barriers and CUDA's share
 

@@ -202,7 +202,7 @@ class TritonBackend:
                 self._is_fp8,
             )
             alignment = tile_alignment(config.tile, shape.block_size)
-            at_once = config.combined_splits(shape.group, shape.head_dim)
+            at_once = config.splits_of_each(num_seqs, kv_heads, shape.group, shape.head_dim)
             num_splits = config.num_splits(num_seqs, kv_heads, at_once)
             decodes = decode_items(
                 seqs,

@@ -125,7 +125,8 @@ from octavo.ops.quantized import RoundedInputs, Rounding
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
 _MOST_COMBINED = 64  # splits of a sequence that is not long
 _MOST_COLLECTING = 8  # programs that share the results of a sequence and KV head
-_MOST_AT_ONCE = 16  # splits whose results a thread loads at once
+_MOST_AT_ONCE, _MOST_OF_NARROW = 16, 32  # splits whose results a thread loads at once
+_NARROW = 64  # heads of up to so many elements
 _COLLECTED = 64  # elements that it then holds, at most
 _ROOMY = 8 * _MOST_COLLECTING  # SMs: more than programs of 8 pairs that wait for later ones
 _SMS = 132  # of the GPU that the configurations were measured on
@@ -158,6 +159,13 @@ class DecodeConfig:
         num_held = self.num_warps * 32 * self.combined
         return min(_MOST_COMBINED, max(1, num_held // power_of_2(group * head_dim)))
 
+    def splits_of_each(self, num_seqs: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+        """For how many splits a sequence that is not long is cut: as many as are combined at once,
+        or twice as many, where the programs of all then still have an SM each."""
+        combined = self.combined_splits(group, head_dim)
+        even = self.num_programs // (num_seqs * num_kv_heads)
+        return max(combined, min(2 * combined, even // combined * combined, _MOST_COMBINED))
+
     def collecting(self, group: int, head_dim: int) -> _Collecting:
         """How the results of the splits of `group` query heads are combined."""
         heads, num_threads = group, self.num_warps * 32
@@ -165,11 +173,13 @@ class DecodeConfig:
             heads = min(group, max(-(-group // _MOST_COLLECTING), num_threads // head_dim))
         columns = power_of_2(heads * head_dim)
         held = min(self.combined, _COLLECTED) * num_threads
+        most = _MOST_OF_NARROW if head_dim <= _NARROW else _MOST_AT_ONCE
         piece = math.gcd(head_dim, min(4, max(1, columns // num_threads)))
-        return _Collecting(heads, columns, piece, min(_MOST_AT_ONCE, max(1, held // columns)))
+        return _Collecting(heads, columns, piece, min(most, max(1, held // columns)))
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, at_once: int) -> int:
-        """For how many splits the keys of all sequences are cut at most; at_once: see above."""
+        """For how many splits the keys of all sequences are cut at most; at_once: see
+        `splits_of_each`."""
         most = max(1, MAX_PROGRAMS // num_kv_heads)
         even = max(1, self.num_programs // num_kv_heads)
         return min(most, max(even, num_seqs * at_once)) if self.is_early else even

@@ -14,7 +14,7 @@ Int32s = NDArray[np.int32]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
 UNSPLIT_TILES = 2  # that take less time one after the other than splits and combining them
-FEW_TILES = 8  # of a split: with more, another round of combining takes less time than they do
+FEW_TILES = 8  # of a split: with more, more rounds of combining take less time than they do
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
 # Lengths of a split to try, in multiples of an even share.
 _SPLIT_SIZES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)

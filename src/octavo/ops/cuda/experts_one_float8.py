@@ -53,15 +53,16 @@ from octavo.ops.cuda.one_token import (
     own_buffer,
     store_words,
     take_ticket,
-    told_ticket,
     two_buffers,
 )
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
     _load_row,
     announce_logit,
-    choose,
+    begin_choice,
+    choose_some,
     empty_logits,
+    end_choice,
     load_weights,
     logit_shape,
     make_choice,
@@ -302,28 +303,14 @@ def _told_unit(ring, stage, phase):
 
 
 @gluon.jit
-def _experts_of(
-    source,
-    launch,
-    TOP_K: gl.constexpr,
-    RENORMALISES: gl.constexpr,
-    ALL_EXPERTS: gl.constexpr,
-):
-    """The token's experts, for a single warp: as given, or chosen.
-
-    source: ids, weights, and what is needed to choose experts: places of logits, the number of
-        experts, what weights are multiplied by, and what partitions tell each other by.
-    """
-    ids, _weights, places, num_experts, _scale, choice = source
+def _given_experts(ids, TOP_K: gl.constexpr):
+    """The token's experts, for a single warp, by one load: with one for each, all programs read the
+    same line many times."""
+    slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
     experts = ()
-    if ids is None:
-        buffer = own_buffer(launch)
-        experts = choose(choice, places, buffer, num_experts, ALL_EXPERTS, TOP_K, RENORMALISES)
-    else:  # By one load: with one for each, all programs read the same line many times.
-        slot = gl.arange(0, _SLOTS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        found = gl.load(ids + slot, mask=slot < TOP_K, other=0, cache_modifier=".cg")
-        for i in gl.static_range(TOP_K):
-            experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
+    for i in gl.static_range(TOP_K):
+        experts += (gl.max(gl.where(slot == i, found, 0), 0),)  # type: ignore[assignment]
     return experts
 
 
@@ -374,6 +361,29 @@ def _claim(counter, last):
 
 
 @gluon.jit
+def _fetch_unit(
+    up,
+    ring,
+    stage,
+    phase,
+    unit,
+    experts,
+    inner,
+    UP_BLOCKS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+):
+    """Load a unit of gates and ups; the next stage and phase."""
+    STAGES: gl.constexpr = ring[5].shape[0]
+    octets = inner // _ROWS
+    expert = expert_of(experts, unit // octets)
+    row = unit % octets * _ROWS
+    for block in range(UP_BLOCKS):
+        _fetch_stage(up, ring, stage, phase, unit, expert, row, row + inner, block, SCALE_ROWS)
+        stage, phase = following(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _fetch(
     source,
     launch,
@@ -403,21 +413,35 @@ def _fetch(
     phase = gl.to_tensor(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    experts = _experts_of(source, launch, TOP_K, RENORMALISES, ALL_EXPERTS)
     # Each program claims once in vain.
     last_claim = gl.maximum(num_gates - OWN * num_programs, 0) + num_programs - 1
     claim = _claim(counter, last_claim)
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
-    while unit < num_gates:
-        expert = expert_of(experts, unit // octets)
-        row = unit % octets * _ROWS
-        second_row = row + inner
-        for block in range(UP_BLOCKS):
-            _fetch_stage(
-                up, ring, stage, phase, unit, expert, row, second_row, block, SCALE_ROWS[0]
+    ids, _weights, places, num_experts, _scale, choice = source
+    if ids is None:
+        state = begin_choice(places, own_buffer(launch), num_experts, ALL_EXPERTS)
+        experts, state = choose_some(choice, state, 0, 1)
+        # The best expert's weights are asked for before the others are chosen.
+        while (turn < OWN) & (unit < octets):
+            stage, phase = _fetch_unit(
+                up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
             )
-            stage, phase = following(stage, phase, STAGES)
+            turn += 1
+            unit += num_programs
+        others, state = choose_some(choice, state, 1, TOP_K)
+        end_choice(choice, state, num_experts, TOP_K, RENORMALISES)
+        experts = experts + others
+    else:
+        experts = _given_experts(ids, TOP_K)
+    if turn >= OWN:
+        unit = OWN * num_programs + gl.sum(claim, 0)
+        if unit < num_gates:
+            claim = _claim(counter, last_claim)
+    while unit < num_gates:
+        stage, phase = _fetch_unit(
+            up, ring, stage, phase, unit, experts, inner, UP_BLOCKS, SCALE_ROWS[0]
+        )
         turn += 1
         unit += num_programs
         if turn >= OWN:
@@ -463,11 +487,12 @@ def _take_turns(
     take_ticket(tickets, launch, PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    number, buffer = told_ticket(launch)
+    buffer = own_buffer(launch)
     empty_other(places, buffer, TOP_K * (inner // 2))
     if ids is None:
-        empty_logits(logits, buffer, number, num_experts, ALL_EXPERTS)
-        if number == 0:
+        expert = gl.program_id(0)
+        empty_logits(logits, buffer, expert, num_experts, ALL_EXPERTS)
+        if expert == 0:
             gl.atomic_add(num_hit, gl.to_tensor(TOP_K).to(gl.int64), sem="relaxed", scope="gpu")
 
 
@@ -543,7 +568,7 @@ def _give_x(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ids is None:
-        expert, buffer = told_ticket(launch)
+        expert = gl.program_id(0)
         weights = load_weights(
             norm_weight,
             router_weight,
@@ -557,7 +582,7 @@ def _give_x(
             BY,
         )
         parts, stream, logit = norm_row(norm, weights, size, OFFSET, PARTS, _PART, _PIECE, BY)
-        announce_logit(logit, logits, buffer, expert, num_experts, ALL_EXPERTS)
+        announce_logit(logit, logits, own_buffer(launch), expert, num_experts, ALL_EXPERTS)
     else:
         parts = _load_row(x, size, PARTS, _PART, _PIECE, BY)
     for i in gl.static_range(PARTS):

@@ -38,7 +38,7 @@ from octavo.ops.cuda.linear_gemv import Scales
 from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.cuda.two_float8 import MOST_ADDED, in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
@@ -106,8 +106,15 @@ def choose_ring(
     part = _PIECE_ROWS.value * piece
     memory -= 2 * part * triton.cdiv(size, part)  # of an input in 16 bits, or in two times 8
     stages = memory // (rows * fold * _PIECE.value * halves)
+    blocks = _most_units(num_rows // halves, rows, num_programs) * triton.cdiv(size, fold * piece)
     pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
-    return Ring(rows, fold, min(stages, _MOST_STAGES), pause)
+    return Ring(rows, fold, min(stages, _MOST_STAGES, blocks), pause)
+
+
+def _most_units(num_rows: int, rows: int, num_programs: int) -> int:
+    """How often a program takes `rows` rows of W, or of each half, at most."""
+    units: int = triton.cdiv(triton.cdiv(num_rows, rows), num_programs)
+    return units
 
 
 def linear_by_ring(
@@ -174,6 +181,7 @@ def linear_ring(
         STAGES=ring.stages,
         PAUSE=f"nanosleep.u32 {ring.pause}; mov.b32 $0, 0;",
         LOADS=triton.cdiv(size, _PIECE_ROWS.value * width),
+        UNITS=power_of_2(_most_units(num_rows, ring.rows, num_programs)),
         BLOCKS=num_blocks,
         SPAN=span,
         EPILOGUE=int(epilogue),
@@ -305,6 +313,24 @@ def _first_row(unit, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _row_scales(
+    scales,
+    first,
+    num_rows,
+    block_rows,
+    stride,
+    UNITS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Of the rows that the program takes, float32 [UNITS * ROWS]; first: where W, or its half,
+    begins."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place = gl.arange(0, UNITS * ROWS, layout=LAYOUT)
+    rows = gl.minimum(_first_row(place // ROWS, ROWS) + place % ROWS, num_rows - 1)
+    return gl.load(scales + (first + rows) // block_rows * stride)
+
+
+@gluon.jit
 def _by_row(acc, FOLD: gl.constexpr):
     """[rows]: the sums of the products of pieces with the pieces of x that they belong to."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -335,6 +361,7 @@ def _linear_ring_kernel(
     STAGES: gl.constexpr,
     PAUSE: gl.constexpr,
     LOADS: gl.constexpr,
+    UNITS: gl.constexpr,
     BLOCKS: gl.constexpr,
     SPAN: gl.constexpr,
     EPILOGUE: gl.constexpr,
@@ -350,6 +377,7 @@ def _linear_ring_kernel(
         scales: of a weight in e4m3, for each `block_rows` rows.
         PAUSE: what is done between loads before the wait, in PTX.
         LOADS: parts in which x is loaded.
+        UNITS: at least as many as times that a program takes ROWS rows.
         BLOCKS: blocks of a row of W.
         SPAN: those of them that tensor cores add up.
         HAS_GROUPS: whether each piece has scales of its own.
@@ -388,6 +416,20 @@ def _linear_ring_kernel(
         mbarrier.init(ready.index(each), count=1)
     fence_async_shared()
     num_units = gl.cdiv(gl.cdiv(num_rows, ROWS) - gl.program_id(0), gl.num_programs(0))
+    HAS_ROW_SCALES: gl.constexpr = scales is not None and not HAS_GROUPS
+    if HAS_ROW_SCALES:  # loaded when products are there, they would be waited for in each unit
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_halves = gl.allocate_shared_memory(gl.float32, [HALVES, UNITS * ROWS], FLAT)
+        if _IS_PUBLIC:
+            scale_rows = scale_halves.reinterpret(gl.float32, [HALVES * UNITS, ROWS], FLAT)
+        else:
+            scale_rows = scale_halves._reinterpret(gl.float32, [HALVES * UNITS, ROWS], FLAT)
+        own_scales = _row_scales(scales, 0, num_rows, block_rows, scale_stride, UNITS, ROWS)
+        up_scales = own_scales
+        if GATED:
+            up_scales = _row_scales(
+                scales, num_rows, num_rows, block_rows, scale_stride, UNITS, ROWS
+            )
     count = num_units * BLOCKS
     row = gl.program_id(0) * ROWS
     piece = 0
@@ -398,6 +440,10 @@ def _linear_ring_kernel(
             gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
     branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
+    if HAS_ROW_SCALES:
+        scale_halves.index(0).store(own_scales)
+        if GATED:
+            scale_halves.index(1).store(up_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
     parts = _inputs(
@@ -419,19 +465,16 @@ def _linear_ring_kernel(
     phase = 0
     before = STAGES - 1
     for unit in range(num_units):
-        if scales is not None:  # asked for before the products that they belong to
+        if HAS_GROUPS:
             own_rows = gl.minimum(_first_row(unit, ROWS) + sum_row // FOLD, num_rows - 1)
             own_scales = scales + own_rows // block_rows * scale_stride
             up_scales = scales + (num_rows + own_rows) // block_rows * scale_stride
-            if not HAS_GROUPS:
-                scale = gl.load(own_scales)
-                up_scale = gl.load(up_scales) if GATED else scale
         sums = none
         up_sums = none
         for start in range(0, BLOCKS, SPAN):
             acc = none
             up = none
-            if HAS_GROUPS:
+            if HAS_GROUPS:  # asked for before the products that they belong to
                 group = gl.minimum(start * FOLD + sum_row % FOLD, size // WIDTH - 1)
                 scale = gl.load(own_scales + group)
                 up_scale = gl.load(up_scales + group) if GATED else scale
@@ -462,15 +505,20 @@ def _linear_ring_kernel(
                 up = up * up_scale[:, None]
             sums = acc if SPAN == BLOCKS else sums + acc
             up_sums = up if SPAN == BLOCKS else up_sums + up
-        if scales is not None:
-            sums = sums * (x_scale if HAS_GROUPS else (x_scale * scale)[:, None])
-            up_sums = up_sums * (x_scale if HAS_GROUPS else (x_scale * up_scale)[:, None])
         y = _by_row(sums, FOLD)
+        if scales is not None:
+            y *= x_scale
+        if HAS_ROW_SCALES:
+            y *= scale_rows.index(unit).load(y.type.layout)
         rows = _first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
         if HAS_BIAS:
             y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
         if GATED:
             ups = _by_row(up_sums, FOLD)
+            if scales is not None:
+                ups *= x_scale
+            if HAS_ROW_SCALES:
+                ups *= scale_rows.index(UNITS + unit).load(y.type.layout)
             if HAS_BIAS:
                 shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
                 ups += shift.to(gl.float32)

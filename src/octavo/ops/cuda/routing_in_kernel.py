@@ -28,14 +28,15 @@ parts [A, B] of A * B neighbouring elements each:
   in a single warp, after the wait
     empty_logits(places, own, expert, num_experts, ALL)
   in a single warp, after the wait
-    ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls
+    ids = choose(choice, places, own, num_experts, ALL, TOP_K, RENORMALISES), which polls; or its
+        three parts, with what may be done before the last experts are chosen between them
   in other partitions
     ids = told(choice, TOP_K), which waits
     shares = told_shares(choice, scale, TOP_K, RENORMALISES), after told
 
 where own is the number of the launch's buffer, expert another number for each program (programs
-whose numbers are below that of experts have logits to compute, so early programs should have
-these), and
+whose numbers are below that of experts have logits to compute, so where they are few, early
+programs should have these), and
     router, bias: as in RouterWeights; router is None in partitions that compute no logit
     norm: (x, residual or None, eps), and OFFSET, as in DeferredNorm
     places: int32 [2, *logit_shape], and ALL their last dimension; of launches that all route
@@ -247,9 +248,17 @@ def choose(
 ):
     """The experts, once all logits have come, as _choose of routing.py with BY_LOGITS; by a single
     warp, which tells the other partitions."""
-    id_places, score_places, is_told = choice
+    state = begin_choice(places, own, num_experts, ALL)
+    ids, state = choose_some(choice, state, 0, TOP_K)
+    end_choice(choice, state, num_experts, TOP_K, RENORMALISES)
+    return ids
+
+
+@gluon.jit
+def begin_choice(places, own, num_experts, ALL: gl.constexpr):
+    """Wait for all logits. With `choose_some` and `end_choice` this is `choose` in parts, so that
+    the first experts' weights can be asked for before the last experts are chosen."""
     LANES: gl.constexpr = gl.BlockedLayout([ALL // 32], [32], [1], [0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     expert = gl.arange(0, ALL, layout=LANES)
     is_expert = expert < num_experts
     own_places = places + (own * _COPIES + gl.program_id(0) % _COPIES) * ALL + expert
@@ -257,22 +266,41 @@ def choose(
     while gl.min(found, 0) == EMPTY:
         found = gl.load(own_places, mask=is_expert, other=0, volatile=True)
     logits = found.to(gl.float32, bitcast=True)
-    keys = gl.where(is_expert, _keys(logits), LOWEST_KEY)
-    largest = _score_of(gl.max(keys, 0))
+    return logits, gl.where(is_expert, _keys(logits), LOWEST_KEY)
+
+
+@gluon.jit
+def choose_some(choice, state, BEGIN: gl.constexpr, END: gl.constexpr):
+    """The experts BEGIN .. END - 1, the best first, and the state without them."""
+    id_places, score_places, _is_told = choice
+    logits, keys = state
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    expert = gl.arange(0, keys.shape[0], layout=keys.type.layout)
     ids = ()
-    for i in gl.static_range(TOP_K):
+    for i in gl.static_range(BEGIN, END):
         key = gl.max(keys, 0)
-        best = gl.min(gl.where(keys == key, expert, ALL - 1), 0)
+        best = gl.min(gl.where(keys == key, expert, keys.shape[0] - 1), 0)
         keys = gl.where(expert == best, LOWEST_KEY, keys)
         id_places.index(i).store(gl.zeros([1], gl.int32, ONE) + best)
         score_places.index(i).store(gl.zeros([1], gl.float32, ONE) + _score_of(key))
         ids += (best,)  # type: ignore[assignment]
+    return ids, (logits, keys)
+
+
+@gluon.jit
+def end_choice(choice, state, num_experts, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
+    """Tell the other partitions which experts are chosen."""
+    _ids, score_places, is_told = choice
+    logits, _keys_left = state
     if not RENORMALISES:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        is_expert = gl.arange(0, logits.shape[0], layout=logits.type.layout) < num_experts
+        # As keys are ordered: a NaN is the largest.
+        largest = _score_of(gl.max(gl.where(is_expert, _keys(logits), LOWEST_KEY), 0))
         total = gl.sum(gl.where(is_expert, gl.exp(logits - largest), 0.0), 0)
         score_places.index(TOP_K).store(gl.zeros([1], gl.float32, ONE) + total)
     _barrier()
     mbarrier.arrive(is_told.index(0), count=1)
-    return ids
 
 
 @gluon.jit
