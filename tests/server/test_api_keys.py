@@ -6,9 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -144,39 +142,6 @@ def test_switches(guarded: LiveServer) -> None:
     chat["chat_template"] = "{% if %}"
     broken = guarded.post("/v1/chat/completions", chat, **headers)
     assert broken.json()["error"]["param"] == "chat_template"
-
-
-def test_templates_that_take_all_memory_or_time_harm_nobody_else(guarded: LiveServer) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    many = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}"
-    hostile = {
-        many + "{% endfor %}{% endfor %}": "it takes more than",
-        many + "aaaaaaaaaaaaaaaaaaaaaaaaa{% endfor %}{% endfor %}": "it writes more than",
-        "{{ 'x' * 10 ** 10 }}": "more than 16,777,216 characters",
-        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}"
-        "{% endfor %}": "more than 16,777,216 characters",
-        "x" * 70_000: "at most 65536 characters",
-    }
-
-    def attack(template: str) -> httpx.Response:
-        messages = [{"role": "user", "content": "hi"}]
-        chat = {"messages": messages, "chat_template": template, "max_tokens": 1}
-        return guarded.post("/v1/chat/completions", chat, **headers)
-
-    with ThreadPoolExecutor() as threads:
-        answers = [threads.submit(attack, template) for template in hostile for _ in range(2)]
-        seconds = []
-        while not all(answer.done() for answer in answers):
-            began = time.monotonic()
-            assert complete(guarded, KEY).status_code == 200
-            seconds.append(time.monotonic() - began)
-    for answer, reason in zip(
-        answers, [each for each in hostile.values() for _ in range(2)], strict=True
-    ):
-        assert answer.result().status_code == 400
-        assert reason in answer.result().json()["error"]["message"]
-    assert len(seconds) > 10
-    assert max(seconds) < 2
 
 
 def test_more_than_may_wait_is_refused_in_good_order(guarded: LiveServer) -> None:

@@ -1,7 +1,7 @@
 """Chat templates: the Jinja programs that turn a conversation into a model's prompt.
 
-Templates come with the model and are run in a sandbox (`template_sandbox.py`). They may use what
-transformers provides: `messages`, the special tokens, `raise_exception`, `strftime_now`, `tojson`,
+Templates come with the model and are run in a sandbox. They may use what transformers
+provides: `messages`, the special tokens, `raise_exception`, `strftime_now`, `tojson`,
 loop controls, and the block tag `generation`, which marks the assistant's text for training.
 """
 
@@ -16,11 +16,9 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.engine.template_sandbox import TemplateSandbox, check_json
 from octavo.errors import InvalidRequest, ModelError
-
-MAX_REASON = 1000  # characters of a template's own words
 
 
 class ChatTemplate:
@@ -29,8 +27,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelError if `source` is not a template."""
         self._special_tokens = dict(special_tokens)
-        self._environment = environment = _environment()
-        environment.begin(0)
+        environment = _environment()
         try:
             self._template = environment.from_string(source)
             # Names that it takes from outside: what is not among them is not shown.
@@ -39,7 +36,7 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template is broken at line {error.lineno}: {error}"
             ) from error
-        except Exception as error:  # numbers that are too long, nesting that is too deep
+        except (ValueError, RecursionError, OverflowError, MemoryError) as error:
             raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
     def render(
@@ -48,22 +45,14 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt. May be called in any thread.
-
-        Raises InvalidRequest with the template's message if it refuses the input, or if it would
-        make more or take longer than a template may.
-        """
-        self._environment.begin(len(messages))
+        """The prompt; raises InvalidRequest with the template's message if it refuses the input."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(
                 values, messages=messages, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program: it can fail in any way
-            reason = str(error)
-            if len(reason) > MAX_REASON:
-                reason = f"{reason[:MAX_REASON]}..."
-            raise InvalidRequest("messages", f"the chat template refused them: {reason}") from error
+            raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
 
 
 class _GenerationTag(Extension):
@@ -76,8 +65,10 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> TemplateSandbox:
-    environment = TemplateSandbox(_GenerationTag, loopcontrols)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -91,7 +82,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    check_json(value, indent)
     # Jinja's own filter escapes HTML, which would put \u0026 into prompts.
     return json.dumps(
         value,

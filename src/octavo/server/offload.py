@@ -6,8 +6,6 @@ after the other: each needs a core for seconds, and hundreds of megabytes, which
 the system afterwards. Large bodies have a single thread of their own, because decoding holds the
 GIL: several threads would do no more work than one, and the event loop would wait for each of them.
 Grammars have two threads, which wait for processes that compile them, for seconds at worst.
-Templates that come with requests have one: they are programs, which may take seconds and some
-hundred megabytes each.
 So nothing waits for work of another kind, or for much longer work of its own.
 """
 
@@ -36,7 +34,6 @@ class Offload:
     def __init__(self) -> None:
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-        self._templates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="templates")
         self._grammars = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammars")
 
     async def text(self, size: int, work: Callable[[], R]) -> R:
@@ -48,12 +45,6 @@ class Offload:
             return await asyncio.to_thread(work)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._huge, _run_and_trim, work)
-
-    async def template(self, work: Callable[[], R]) -> R:
-        """work(), which compiles and renders a template that somebody else has written."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._templates, _run_and_trim, work
-        )
 
     async def body(self, size: int, work: Callable[[], R]) -> R:
         """work(), which decodes `size` bytes. How long that takes must be bounded."""
@@ -67,7 +58,7 @@ class Offload:
 
     def close(self) -> None:
         """Drop the work that has not begun. A second call does nothing."""
-        for threads in (self._huge, self._bodies, self._templates, self._grammars):
+        for threads in (self._huge, self._bodies, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -26,7 +26,6 @@ TOOL = "tool"
 MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
 
 MAX_ROLE = 64  # characters
-MAX_TEMPLATE = 65_536  # characters of a request's; compiling them takes up to some seconds
 
 
 def _check_is_text(kind: str) -> str:
@@ -149,32 +148,25 @@ async def conversation_prompt(
         ).encode(),
         "messages",
     )
-    if template is not None and not context.settings.trust_request_chat_template:
-        raise refused(
-            "chat_template",
-            "this server takes none from requests (--trust-request-chat-template)",
-            "unsupported_field",
-        )
+    render, shown = _renderer(context, template)
+    for name, values in (("documents", documents), ("tools", tools)):
+        if values is None:
+            continue
+        if name not in shown:
+            raise refused(name, "the chat template does not show them", UNSUPPORTED)
+        variables = {**(variables or {}), name: values}
     begins_answer = not continue_final_message and add_generation_prompt is not False
 
     def rendered() -> str:
-        render, shown = _renderer(context, template)
-        values = dict(variables or {})
-        for name, given in (("documents", documents), ("tools", tools)):
-            if given is not None and name not in shown:
-                raise refused(name, "the chat template does not show them", UNSUPPORTED)
-            if given is not None:
-                values[name] = given
         plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if continue_final_message:
             plain[-1]["content"] += END_MARK
-        return render(plain, begins_answer, values)
+        return render(plain, begins_answer, variables or {})
 
     size = sum(map(_cost, messages))
-    if documents is not None or tools is not None:
-        size = max(size, LONG_TEXT)
-    offload = context.client.offload
-    text = await (offload.text(size, rendered) if template is None else offload.template(rendered))
+    if template is not None or documents is not None or tools is not None:
+        size = max(size, LONG_TEXT)  # a template from a request may take any time
+    text = await context.client.offload.text(size, rendered)
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
         if not mark:
@@ -192,6 +184,12 @@ def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]
         return lambda messages, begins, variables: tokenizer.render_chat(
             messages, begins, **variables
         ), tokenizer.template_variables
+    if not context.settings.trust_request_chat_template:
+        raise refused(
+            "chat_template",
+            "this server takes none from requests (--trust-request-chat-template)",
+            "unsupported_field",
+        )
     try:
         compiled = ChatTemplate(template, tokenizer.special_tokens)
     except ModelError as error:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Meta, UnsetType
-from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.validation import Prompt
@@ -29,7 +28,6 @@ from octavo.server.http.bodies import UNSUPPORTED, Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import (
     ASSISTANT,
-    MAX_TEMPLATE,
     Messages,
     conversation_prompt,
     message_text,
@@ -87,7 +85,7 @@ class ChatBody(GenerationBody):
     """Begin the answer with the last message, which must be the assistant's."""
     documents: list[dict[str, Any]] | None = None
     """For templates that show documents: objects such as {"title": ..., "text": ...}."""
-    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
+    chat_template: str | None = None
     """A Jinja template for this request; only where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template, such as enable_thinking."""
