@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import step_profile
 import torch
@@ -22,10 +23,11 @@ from attention_work import GPU, DirectStaging
 from gpu_harness import config_directory, copy_bandwidth, device_seconds, report
 from torch import Tensor
 
+from octavo.config import QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops import AttentionBackend, AttentionBatch, LayerPlace, load_backend, make_backend
 from octavo.ops.communicator import SingleRank
 
@@ -39,8 +41,17 @@ ROUNDS = 9
 class Chain:
     """Owns a model of a few layers, and a KV cache of random keys and values."""
 
-    def __init__(self, model: str, num_layers: int, context: int, most_seqs: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        num_layers: int,
+        context: int,
+        most_seqs: int,
+        quantization: QuantizationName | None = None,
+    ) -> None:
         config = read_model_config(config_directory(model))
+        if quantization is not None:
+            config = quantized_on_load(config, quantization)
         config = replace(config, layers=config.layers[:num_layers], vocab_size=VOCABULARY)
         self.num_layers = num_layers
         self._context = context
@@ -128,6 +139,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, float], str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="gpt-oss-20b-mxfp4")
+    parser.add_argument("--quantization", choices=get_args(QuantizationName))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=1024)
@@ -135,7 +147,13 @@ def main() -> None:
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     torch.manual_seed(0)
-    chain = Chain(arguments.model, arguments.layers, arguments.context, max(arguments.batches))
+    chain = Chain(
+        arguments.model,
+        arguments.layers,
+        arguments.context,
+        max(arguments.batches),
+        arguments.quantization,
+    )
     results = {}
     for batch in arguments.batches:
         work = chain.prepare(batch)
@@ -150,7 +168,9 @@ def main() -> None:
             kinds, table = profile(graph)
             Path(f"{arguments.profile}.{batch}").write_text(table)
             print(f"            microseconds: {step_profile.describe(kinds)}", flush=True)
-    facts = {"model": arguments.model, "layers": arguments.layers, "context": arguments.context}
+    facts = {
+        name: getattr(arguments, name) for name in ("model", "quantization", "layers", "context")
+    }
     report("layers", copy_tb_s=round(bandwidth / 1e12, 3), **facts, batches=results)
 
 
