@@ -24,7 +24,6 @@ from octavo.models.base import CausalLM
 from octavo.models.config import DecodingRules
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
-from octavo.ops import bidirectional
 from octavo.ops.communicator import SingleRank
 
 CPU = torch.device("cpu")
@@ -47,10 +46,9 @@ def expected(name: str, inputs: list[int], decoded: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoder inputs of one token, of whole blocks, and with biases computed in several parts; the
-    decoder's tokens at once and in chunks; several sequences together."""
-    monkeypatch.setattr(bidirectional, "BIASED_QUERIES", 32)
+def test_logits_equal_transformers(name: str) -> None:
+    """Encoder inputs of one token, of whole blocks, and of others; the decoder's tokens at once and
+    in chunks; several sequences together."""
     model = load(model_zoo.model_directory(name))
     inputs = {seq: model_zoo.random_token_ids(n, seed=n) for seq, n in enumerate((1, 8, 64, 77))}
     wants = {seq: expected(name, ids, DECODED) for seq, ids in inputs.items()}

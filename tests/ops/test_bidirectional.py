@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import seeded
 from test_scores import TOLERANCE
+from torch.profiler import profile
 
 from octavo.layers.attention import RelativePositionBias
 from octavo.layers.config import RelativeBiasConfig
@@ -76,6 +77,17 @@ def test_inputs_of_any_length_are_one_launch(
     # An input's result has the same bits whatever is computed beside it.
     alone = attended(triton, lens[:1], torch.split(fused[: lens[0]].to(device), sizes, dim=1))
     assert torch.equal(alone, got[: lens[0]])
+
+
+def test_biases_of_long_inputs_take_the_memory_of_a_row() -> None:
+    """No copy of them is made, of all queries or of some: with 3,000 keys each, 256 of them would
+    take 24 MB."""
+    attention = TorchBidirectional(layers(8, 8, 16, True, CPU), CPU)
+    heads = torch.split(torch.randn(3_010, 24, 16, generator=seeded(6)), [8, 8, 8], dim=1)
+    with torch.inference_mode(), profile(profile_memory=True) as profiled:
+        attended(attention, (3_000, 10), heads)
+    largest = max(event.cpu_memory_usage for event in profiled.events())
+    assert largest < 8 * heads[0].nbytes
 
 
 def test_work_items_cover_each_token_once() -> None:

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from octavo.ops.base import HeadNorm, LayerSpec, RelativeBias, RotaryTable
 
-# Queries whose relative biases are held at once. The same numbers serve all queries, moved by their
-# distance.
-BIASED_QUERIES = 256
-
 
 class BidirectionalAttention:
     """Has of an AttentionBackend what the layers of an encoder call, which is `forward`."""
@@ -65,7 +61,7 @@ class TorchBidirectional(BidirectionalAttention):
     def plan(self, lens: Sequence[int], dtype: torch.dtype) -> None:
         """See BidirectionalAttention.plan."""
         self._lens = list(lens)
-        self._strip: tuple[RelativeBias, Tensor] | None = None  # of the layer before
+        self._line: tuple[RelativeBias, Tensor] | None = None  # of the layer before
 
     def attend(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See BidirectionalAttention.attend."""
@@ -76,34 +72,30 @@ class TorchBidirectional(BidirectionalAttention):
 
     def _attend_one(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One input: query, key, value [heads, num_tokens, head_dim] -> like query."""
-        is_grouped, scale = layer.num_heads != layer.num_kv_heads, layer.scores.scale
-        bias, num_tokens = layer.scores.relative_bias, query.shape[1]
-        parts = (query,) if bias is None else torch.split(query, BIASED_QUERIES, dim=1)
-        outputs = []
-        for i, part in enumerate(parts):
-            mask = None
-            if bias is not None:
-                mask = self._biases(bias, i, query.dtype)[None, :, : part.shape[1], :num_tokens]
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    part[None],
-                    key[None],
-                    value[None],
-                    attn_mask=mask,
-                    scale=scale,
-                    enable_gqa=is_grouped,
-                )[0]
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        bias, mask = layer.scores.relative_bias, None
+        if bias is not None:
+            query = query.flip(1)
+            mask = self._biases(bias, query.shape[1], query.dtype)[None]
+        output = F.scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            scale=layer.scores.scale,
+            enable_gqa=layer.num_heads != layer.num_kv_heads,
+        )[0]
+        return output if bias is None else output.flip(1)
 
-    def _biases(self, bias: RelativeBias, part: int, dtype: torch.dtype) -> Tensor:
-        """Biases of the queries of a part [num_heads, BIASED_QUERIES, keys], from key 0 on."""
+    def _biases(self, bias: RelativeBias, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """Of an input's queries, from the last one to the first [num_heads, num_tokens, keys].
+
+        Biases depend on the distance alone, so in this order the row of each query is that of the
+        query before it, moved by one: all rows lie in a line of two rows' length. Held one by one,
+        those of a long input would take gigabytes.
+        """
         longest = max(self._lens)
-        num_before = (longest - 1) // BIASED_QUERIES * BIASED_QUERIES  # keys before the last part
-        if self._strip is None or self._strip[0] is not bias:
-            # They depend on the distance alone: row i of the strip is row 0, moved by i.
-            width, count = num_before + longest, min(longest, BIASED_QUERIES)
-            distances = torch.arange(width + count - 1, device=bias.weight.device)
-            line = bias.biases(distances - (num_before + count - 1)).to(dtype)
-            self._strip = bias, line.unfold(1, width, 1).flip(1)
-        return self._strip[1][:, :, num_before - part * BIASED_QUERIES :]
+        if self._line is None or self._line[0] is not bias:
+            distances = torch.arange(1 - longest, longest, device=bias.weight.device)
+            self._line = bias, bias.biases(distances).to(dtype).contiguous()
+        line = self._line[1][:, longest - num_tokens : longest + num_tokens - 1]
+        return line.unfold(1, num_tokens, 1)
