@@ -121,6 +121,7 @@ def _make_worker(
     communicator: Communicator, key: int, config: EngineConfig, model_config: ModelConfig
 ) -> tuple[MemoryBudget, KVLayout]:
     device = CpuDevice(1)
+    config = replace(config, executor="auto")  # this process does not know that of the tests
     worker = Worker(device.adapt(config), model_config, device, communicator)
     _workers[key] = worker
     return worker.budget, worker.layout
