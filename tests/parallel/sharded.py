@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
