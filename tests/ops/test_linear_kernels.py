@@ -162,7 +162,7 @@ def test_where_programs_are_many_a_kernel_norms() -> None:
 def test_the_projection_that_reads_one_token_norms_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    monkeypatch.setattr(layers_linear, "make_linear_kernel", CudaLinear)
+    monkeypatch.setattr(layers_linear, "make_linear_kernel", lambda weight, *_: CudaLinear(weight))
     monkeypatch.setattr(layers_norm, "_norm_on", lambda x: cuda_norm.norm)
     mlp = DenseMLP(MLPConfig(kind="gated", hidden_size=96, intermediate_size=60, activation="silu"))
     norm, branch_norm = (RMSNorm(NormConfig("rms", 96, 1e-5, offset=1.0)) for _ in range(2))
