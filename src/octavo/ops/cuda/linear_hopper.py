@@ -60,6 +60,15 @@ def _swizzled_layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout
 
 
 @gluon.jit
+def _allocate(descriptor, COUNT: gl.constexpr):
+    """So many tiles in shared memory, as the descriptor fetches them."""
+    SHAPE: gl.constexpr = descriptor.block_type.shape
+    return gl.allocate_shared_memory(
+        descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
+    )
+
+
+@gluon.jit
 def prefetch(places):
     """Have the lines of pointers on their way to the L2 cache."""
     gl.inline_asm_elementwise(

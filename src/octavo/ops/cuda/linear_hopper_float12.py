@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.float12 import MOST_FOLDED, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weight
-from octavo.ops.cuda.linear_hopper import _fetch_tile, _finish, swizzled_descriptor
+from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, _finish, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms
@@ -162,15 +162,6 @@ def _unpacking() -> str:
 
 
 _UNPACK = tl.constexpr(_unpacking())
-
-
-@gluon.jit
-def _allocate(descriptor, COUNT: gl.constexpr):
-    """So many tiles in shared memory, as the descriptor fetches them."""
-    SHAPE: gl.constexpr = descriptor.block_type.shape
-    return gl.allocate_shared_memory(
-        descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
-    )
 
 
 @gluon.jit

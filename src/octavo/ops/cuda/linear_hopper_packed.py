@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_gemv_packed import unpacked
-from octavo.ops.cuda.linear_hopper import _fetch_tile, swizzled_descriptor
+from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import finish_splits, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
@@ -145,15 +145,6 @@ def _by_group(values: Tensor, stored: StoredWeight) -> Tensor:
     """Scales or zero points [groups, rows], of which TMA can fetch some though there be one group:
     that one's stride may be anything."""
     return values.as_strided((stored.num_groups, stored.shape[0]), (stored.shape[0], 1))
-
-
-@gluon.jit
-def _allocate(descriptor, COUNT: gl.constexpr):
-    """So many tiles in shared memory, as the descriptor fetches them."""
-    SHAPE: gl.constexpr = descriptor.block_type.shape
-    return gl.allocate_shared_memory(
-        descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
-    )
 
 
 @gluon.jit
