@@ -434,6 +434,22 @@ class AttentionBackend(Protocol):
         `forward`. Nothing is written."""
 
 
+class DecodeItems(NamedTuple):
+    """Work items of decodes, which go on when their sequences do (cuda/pending_tokens.py)."""
+
+    items: Tensor  # int32 [num_items * ITEM_FIELDS], as `decode_attention` reads them
+    window: int | None
+    alignment: int  # what an item's first key is a multiple of, if there is a window
+
+
+@runtime_checkable
+class ContinuingBackend(Protocol):
+    """What an AttentionBackend has, too, whose decodes need not be planned again for every step."""
+
+    def decode_items(self) -> list[DecodeItems]:
+        """Of the step planned last, which computes one token of each sequence."""
+
+
 @runtime_checkable
 class RoundingBackend(Protocol):
     """What an AttentionBackend has, too, that can round results for the projection after it."""

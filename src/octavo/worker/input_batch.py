@@ -267,6 +267,10 @@ class InputBatch:
             chunks.append(PromptChunk(plan.seq_ids[index], start, end - first, targets, num_top))
         return chunks
 
+    def are_plain(self, seq_ids: Sequence[int]) -> bool:
+        """Whether nothing of these sequences asks for more than to draw a token."""
+        return not self._rows["flags"][self.rows_of(seq_ids)].any()
+
     def awaits_tokens(self, plan: StepPlan) -> bool:
         """Whether a token depends on the text so far, of which the host does not know all yet."""
         rows = self.rows_of(plan.sampled)

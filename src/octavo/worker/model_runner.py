@@ -30,6 +30,7 @@ from octavo.models.config import ModelConfig
 from octavo.ops import (
     AttentionBackend,
     CascadeSegments,
+    ContinuingBackend,
     LayerPlace,
     PaddedSizes,
     Staging,
@@ -43,7 +44,7 @@ from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.base import Device
 from octavo.worker.graphs import Graphs
-from octavo.worker.input_batch import InputBatch, Int32s, Int64s, ModelInput
+from octavo.worker.input_batch import InputBatch, Int32s, Int64s, ModelInput, PromptChunk
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_reading import read_prompts
 from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
@@ -56,6 +57,10 @@ from octavo.worker.sampler import (
 from octavo.worker.submitted_step import SubmittedStep
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
+
+# Steps that the device goes on with by itself, one after the other: meanwhile a sequence's last
+# split of keys grows.
+MOST_CONTINUED = 16
 
 
 class Captured(NamedTuple):
@@ -81,6 +86,16 @@ class StagedStep(NamedTuple):
     masked: MaskedRows | None  # rows whose tokens need masks, if there are some
     sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
     results: Tensor | None  # the host's: where a graph that draws writes; see stage_results
+    is_staged: Tensor | None  # of steps that may be continued; see PendingTokens.begin
+
+
+class Continued(NamedTuple):
+    """A step that the device can go on with by itself."""
+
+    seq_ids: list[int]
+    staged: StagedStep
+    steps_left: int  # before the host plans attention again
+
 
 
 class DrawInputs(NamedTuple):
@@ -180,6 +195,7 @@ class ModelRunner:
         self._sampler = Sampler(drawer, self._draw_staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
         self._under_way: SubmittedStep | None = None
+        self._continued: Continued | None = None
         self._graphs = graphs
         if graphs is not None:
             # What captured steps leave: hidden states of the last tokens.
@@ -199,8 +215,10 @@ class ModelRunner:
             batch.apply(plan)
             staging.begin()
             self._draw_staging.begin()
-            chunks = batch.prompt_chunks(plan)
-            staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
+            staged, chunks = self._continue(plan), list[PromptChunk]()
+            if staged is None and plan.seq_ids:
+                chunks = batch.prompt_chunks(plan)
+                staged = self._stage(plan, bool(chunks))
             copies = self.kv_cache.stage(plan.copies, staging)
             table_update = batch.stage_tables()
             if previous is not None:
@@ -255,6 +273,15 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- inputs
 
+    def _continue(self, plan: StepPlan) -> StagedStep | None:
+        """The step before with other results, if this one is the same one token further."""
+        before, self._continued = self._continued, None
+        if before is None or not before.steps_left or not plan.continues(before.seq_ids):
+            return None
+        assert self._pending is not None, "they are kept where steps are continued"
+        self._continued = before._replace(steps_left=before.steps_left - 1)
+        return before.staged._replace(results=self._pending.next_results())
+
     def _stage(self, plan: StepPlan, wants_all: bool) -> StagedStep:
         """Put the step's arrays where the next upload takes them along.
 
@@ -291,7 +318,8 @@ class ModelRunner:
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
                 if self._graphs is not None and sampling.is_plain:
                     results = self._pending.stage_results(self._draw_staging)
-        return StagedStep(
+        is_staged = self._stage_mark(captured)
+        staged = StagedStep(
             captured,
             input_ids,
             positions,
@@ -302,7 +330,18 @@ class ModelRunner:
             masked,
             sampled_rows,
             results,
+            is_staged,
         )
+        may_continue = is_staged is not None and results is not None and not attention.cascade
+        if may_continue and plan.sampled == plan.seq_ids and batch.are_plain(plan.seq_ids):
+            self._continued = Continued(plan.seq_ids, staged, MOST_CONTINUED)
+        return staged
+
+    def _stage_mark(self, captured: Captured | None) -> Tensor | None:
+        """What tells the graph of a step of decodes that it is staged; None for other steps."""
+        if captured is None or captured.mixed is not None:
+            return None
+        return self._staging.put("is_staged", np.ones(1, np.int32), 1)
 
     def _stage_inputs(
         self, inputs: ModelInput, padded: PaddedSizes | None
@@ -359,10 +398,16 @@ class ModelRunner:
 
     def _forward(self, staged: StagedStep) -> Tensor:
         """Hidden states of the step's tokens, or of those at `logits_indices`: [n, hidden_size]."""
-        if self._pending is not None:
+        ids, positions, rows = staged.input_ids, staged.positions, staged.rows
+        if staged.is_staged is not None:
+            assert self._pending is not None, "graphs are for devices that keep tokens"
+            draws = self._sampler.drawer.captured_draws(len(rows), "greedy")
+            backend = self._backend
+            items = backend.decode_items() if isinstance(backend, ContinuingBackend) else []
+            self._pending.begin(staged.is_staged, ids, positions, rows, draws, items)
+        elif self._pending is not None:
             # Tokens that the host does not know are single, and come first.
-            num_single = min(len(staged.rows), len(staged.input_ids))
-            self._pending.fill(staged.input_ids[:num_single], staged.rows)
+            self._pending.fill(ids[: min(len(rows), len(ids))], rows)
         return self._model.forward(
             staged.input_ids, staged.positions, self._backend, staged.logits_indices
         )
@@ -510,6 +555,7 @@ class ModelRunner:
         indices = staging.put("logits_indices", rows.astype(np.int64), len(rows))
         assert self._pending is not None, "graphs are for devices that keep tokens"
         results = self._pending.stage_results(drawing)
+        is_staged = self._stage_mark(captured)
         staging.flush()
         drawing.flush()
         return StagedStep(
@@ -521,6 +567,7 @@ class ModelRunner:
             masked=None,
             sampled_rows=None if captured.mixed else sampled_rows[: captured.size],
             results=results,
+            is_staged=is_staged,
         )
 
     def _replay(self, captured: Captured, staged: StagedStep) -> Tensor:

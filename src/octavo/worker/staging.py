@@ -88,17 +88,17 @@ class UploadStaging:
         self._current = 0
         self._used, self._used_from = 0, num_bytes  # of the beginning; of the end
         self._is_released = False
+        self._is_empty = True  # nothing was put in this step
         self._sent: torch.cuda.Event | None = None  # and not received yet
         if is_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Start a new step with the next buffer, once that is no longer being uploaded."""
-        self._current = (self._current + 1) % _NUM_BUFFERS
+        """Start a new step. The first array that is put takes the next buffer, once that is no
+        longer being uploaded."""
         self._used, self._used_from = 0, len(self._device)
-        if self._copied:
-            self._copied[self._current].synchronize()
+        self._is_empty = True
 
     def put(
         self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
@@ -122,6 +122,11 @@ class UploadStaging:
         of putting them; before the next flush, which takes them along."""
         region = self._regions[name]
         assert length <= region.capacity, f"{name}: {length} values, but room for {region.capacity}"
+        if self._is_empty:
+            self._is_empty = False
+            self._current = (self._current + 1) % _NUM_BUFFERS
+            if self._copied:
+                self._copied[self._current].synchronize()
         if region.of_tokens:
             self._used_from = min(self._used_from, region.start)
         else:
@@ -147,6 +152,8 @@ class UploadStaging:
 
     def send(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.send."""
+        if self._is_empty and then is None:
+            return
         if not self._copied:
             self._upload(then)
             return

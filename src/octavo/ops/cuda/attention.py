@@ -24,6 +24,7 @@ from octavo.ops.base import (
     MAX_CASCADE_LEVELS,
     AttentionBatch,
     CascadeSegments,
+    DecodeItems,
     EncodedInputs,
     HeadNorm,
     LayerPlace,
@@ -223,6 +224,12 @@ class TritonBackend:
             if work is not None:
                 members = work.member_table(seqs, decodes.first_places)
                 self._stage_cascade(index, shape, work, members, staging)
+
+    def decode_items(self) -> list[DecodeItems]:
+        return [
+            DecodeItems(items, shape.window, tile_alignment(config.tile, shape.block_size))
+            for shape, (items, config) in self._decodes.items()
+        ]
 
     # ---------------------------------------------------------------- cascade attention
 

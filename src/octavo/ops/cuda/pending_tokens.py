@@ -1,14 +1,21 @@
-"""Tokens that the host does not know yet: drawn by the step before, kept on the device."""
+"""What the host does not have to know between two steps: the tokens that were drawn, and where the
+sequences that draw them stand. Both are kept on the device."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import DecodeItems
+from octavo.ops.cuda.paged import ITEM_FIELDS
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
 _BLOCK = 128  # an element per thread
+_MOVED = 512  # tokens or work items that the one program of a kernel has at once
+_FIELDS = tl.constexpr(ITEM_FIELDS)
 
 
 @triton.jit
@@ -31,37 +38,140 @@ def fill_pending(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
 
 
 @triton.jit
+def _move_items(items, num_items, WINDOW: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Work items of decodes that have one more key."""
+    for first in range(0, num_items, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        item = items + offset * _FIELDS
+        inside = offset < num_items
+        token = tl.load(item, mask=inside, other=-1)
+        position = tl.load(item + 4, mask=inside, other=-1) + 1
+        # Padding has no position, and where all keys are cached, their number stays the same.
+        moves = inside & (token >= 0) & (position > 0)
+        split = tl.load(item + 5, mask=moves, other=0)
+        num_splits = tl.load(item + 6, mask=moves, other=0)
+        tl.store(item + 4, position, mask=moves)
+        tl.store(item + 3, position, mask=moves & (split == num_splits - 1))
+        if WINDOW:
+            begin = tl.load(item + 2, mask=moves, other=0)
+            start = tl.maximum(position + 1 - WINDOW, 0) // ALIGNMENT * ALIGNMENT
+            tl.store(item + 2, tl.maximum(begin, start), mask=moves & (split == 0))
+
+
+@triton.jit
+def _begin_decodes(
+    is_staged,
+    token_ids,
+    positions,
+    rows,
+    last_tokens,
+    draw_positions,
+    num_tokens,
+    items,
+    num_items,
+    WINDOWS: tl.constexpr,
+    ALIGNMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    continues = tl.load(is_staged) == 0
+    for first in range(0, num_tokens, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        inside = offset < num_tokens
+        token = tl.load(token_ids + offset, mask=inside, other=0)
+        row = tl.load(rows + offset, mask=inside, other=0)
+        moves = inside & (row > 0) & continues  # row 0 is padding's
+        pending = moves | (token < 0)
+        tl.store(token_ids + offset, tl.load(last_tokens + row, mask=pending), mask=pending)
+        for place in (positions + offset, draw_positions + offset):
+            tl.store(place, tl.load(place, mask=moves) + 1, mask=moves)
+    if continues:
+        for i in tl.static_range(len(items)):
+            _move_items(items[i], num_items[i], WINDOWS[i], ALIGNMENTS[i], BLOCK)
+    tl.debug_barrier()
+    tl.store(is_staged, 0)
+
+
+def begin_decodes(
+    is_staged: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    last_tokens: Tensor,
+    draw_positions: Tensor,
+    items: Sequence[DecodeItems],
+) -> None:
+    """Begin a step that computes one token of each sequence.
+
+    If the host has staged it, this is `fill_pending`. Otherwise the step continues the one before,
+    which had the same sequences: each goes on with its last token, one position further. From then
+    on is_staged is 0, until the host stages a step again.
+
+    Args:
+        is_staged: int32 [1].
+        token_ids, positions: int64 [n], dense.
+        rows: int32 [n], dense; 0 is that of padding, which stays as it is.
+        last_tokens: int64 [num_rows], dense.
+        draw_positions: int64, at least as many as there are rows but those of padding: of the
+            tokens to be drawn.
+        items: of all shapes of layers.
+    """
+    _begin_decodes[(1,)](
+        is_staged,
+        token_ids,
+        positions,
+        rows,
+        last_tokens,
+        draw_positions,
+        len(token_ids),
+        tuple(each.items for each in items),
+        tuple(len(each.items) // ITEM_FIELDS for each in items),
+        WINDOWS=tuple(each.window or 0 for each in items),
+        ALIGNMENTS=tuple(each.alignment for each in items),
+        BLOCK=_MOVED,
+    )
+
+
+@triton.jit
 def _keep_tokens(
     token_ids,
     rows,
     last_tokens,
-    address,
+    results,
     counter,
     num_tokens,
+    SIZE: tl.constexpr,
+    NUM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < num_tokens
     wait_previous(PDL)
-    token = tl.load(token_ids + offset, mask=inside, other=0)
-    row = tl.load(rows + offset, mask=inside, other=0)
-    # Logits that are not finite give no token; the next step must not look for its embedding.
-    tl.store(last_tokens + row, tl.maximum(token, 0), mask=inside)
-    if address is not None:
-        results = tl.load(address).to(tl.pointer_type(tl.int64))
-        tl.store(results + 1 + offset, token, mask=inside)
+    if results is not None:
+        number = tl.load(results + 1)
+        target = tl.load(results).to(tl.pointer_type(tl.int64)) + number * SIZE
         if counter is not None:
-            tl.store(results, tl.load(counter), mask=tl.program_id(0) == 0)
+            tl.store(target, tl.load(counter))
+    for first in range(0, num_tokens, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        inside = offset < num_tokens
+        token = tl.load(token_ids + offset, mask=inside, other=0)
+        row = tl.load(rows + offset, mask=inside, other=0)
+        # Logits that are not finite give no token; the next step must not look for its embedding.
+        tl.store(last_tokens + row, tl.maximum(token, 0), mask=inside)
+        if results is not None:
+            tl.store(target + 1 + offset, token, mask=inside)
+    if results is not None:
+        tl.debug_barrier()
+        tl.store(results + 1, (number + 1) % NUM)
 
 
 def keep_tokens(
     token_ids: Tensor,
     rows: Tensor,
     last_tokens: Tensor,
-    address: Tensor | None = None,
+    results: Tensor | None = None,
     counter: Tensor | None = None,
+    results_shape: tuple[int, int] = (1, 1),
 ) -> None:
     """last_tokens[rows[i]] becomes token_ids[i], or 0 where that is negative.
 
@@ -71,18 +181,21 @@ def keep_tokens(
         token_ids: int64 [n], dense.
         rows: int32 [n], dense.
         last_tokens: int64 [num_rows], dense.
-        address: int64 [1]: of int64 [1 + n] in memory of the device, or pinned memory of the host,
-            where the kernel writes the tokens, too, from the second element on.
+        results: int64 [2]: the address of int64 `results_shape`, in memory of the device, or pinned
+            memory of the host, and the index of a row of it. The kernel writes the tokens there,
+            too, from the second element on, and goes on to the next row.
         counter: int64 [1], which it writes into the first element.
+        results_shape: rows, and elements of a row, at least 1 + n.
     """
-    n = len(token_ids)
-    _keep_tokens[(triton.cdiv(n, _BLOCK),)](
+    _keep_tokens[(1,)](
         token_ids,
         rows,
         last_tokens,
-        address,
+        results,
         counter,
-        n,
-        BLOCK=_BLOCK,
+        len(token_ids),
+        SIZE=results_shape[1],
+        NUM=results_shape[0],
+        BLOCK=_MOVED,
         **launch_options(token_ids.device),
     )

@@ -25,7 +25,7 @@ from octavo.memory_budget import (
 )
 from octavo.models.config import ModelConfig
 from octavo.models.quantization import WeightKernels
-from octavo.ops import AttentionBackend, HostStaging, Staging
+from octavo.ops import AttentionBackend, DecodeItems, HostStaging, Staging
 from octavo.ops.communicator import Communicator
 from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import Drawer
@@ -84,9 +84,38 @@ class PendingTokens(ABC):
     def keep(self, token_ids: Tensor, rows: Tensor) -> None:
         """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
 
+    # Of devices with graphs:
+
+    def begin(
+        self,
+        is_staged: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        draws: Any,
+        items: Sequence[DecodeItems],
+    ) -> None:
+        """Begin a step that computes one token of each sequence.
+
+        If it is staged, as `fill`. Otherwise it continues the step before: the sequences of rows
+        other than 0 go on with their last tokens, one position further.
+
+        Args:
+            is_staged: int32 [1]; from then on 0.
+            input_ids, positions: int64 [n].
+            rows: int32 [n].
+            draws: of these rows, as Drawer.captured_draws returns them.
+            items: see ContinuingBackend.
+        """
+        raise NotImplementedError
+
     def stage_results(self, staging: Staging) -> Tensor:
-        """Put where the next `deliver` writes: a tensor of the host, int64 [1 + max_num_seqs], for
-        other values again some steps later. Of devices with graphs, as `deliver`."""
+        """Put where the next `deliver` writes, and return it, as `next_results` does."""
+        raise NotImplementedError
+
+    def next_results(self) -> Tensor:
+        """Where the `deliver` after the one asked for last writes: a tensor of the host, int64
+        [1 + max_num_seqs], for other values again some steps later."""
         raise NotImplementedError
 
     def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:

@@ -21,10 +21,11 @@ from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.base import kernels_of
 from octavo.memory_budget import MemoryBudget, format_bytes
 from octavo.models.quantization import WeightKernels
-from octavo.ops import AttentionBackend, Staging, load_backend
+from octavo.ops import AttentionBackend, DecodeItems, Staging, load_backend
 from octavo.ops.communicator import Communicator
 from octavo.ops.cuda.block_copy import copy_blocks
-from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
+from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
+from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.ops.cuda.tuning import tune
 from octavo.worker.device.base import (
     DTYPES,
@@ -221,9 +222,9 @@ class CudaPendingTokens(PendingTokens):
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._results: list[Tensor] = []
-        self._address: Tensor | None = None  # on the device: of the results of the step
-        self._num_staged = 0
+        self._results: Tensor | None = None  # the host's [steps, 1 + max_num_seqs]
+        self._place: Tensor | None = None  # on the device: where they are, and which the step's are
+        self._number = 0  # which the next step's are
 
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:
         """See PendingTokens.fill."""
@@ -233,20 +234,38 @@ class CudaPendingTokens(PendingTokens):
         """See PendingTokens.keep."""
         keep_tokens(token_ids, rows, self._last)
 
+    def begin(
+        self,
+        is_staged: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        draws: DeviceDraws,
+        items: Sequence[DecodeItems],
+    ) -> None:
+        """See PendingTokens.begin."""
+        last, of_draws = self._last, draws.positions
+        begin_decodes(is_staged, input_ids, positions, rows, last, of_draws, items)
+
     def stage_results(self, staging: Staging) -> Tensor:
         """See PendingTokens.stage_results."""
-        if not self._results:
+        if self._results is None:
             is_gpu = self._last.device.type == "cuda"
-            self._results = [
-                torch.zeros(1 + staging.max_num_seqs, dtype=torch.int64, pin_memory=is_gpu)
-                for _ in range(_NUM_RESULTS)
-            ]
-        self._num_staged += 1
-        results = self._results[self._num_staged % _NUM_RESULTS]
-        self._address = staging.put("results", np.array([results.data_ptr()]), 1)
+            shape = (_NUM_RESULTS, 1 + staging.max_num_seqs)
+            self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
+        place = np.array([self._results.data_ptr(), self._number])
+        self._place = staging.put("results", place, len(place))
+        return self.next_results()
+
+    def next_results(self) -> Tensor:
+        """See PendingTokens.next_results."""
+        assert self._results is not None, "stage_results() comes first"
+        results = self._results[self._number]
+        self._number = (self._number + 1) % _NUM_RESULTS
         return results
 
     def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
         """See PendingTokens.deliver."""
-        assert self._address is not None, "stage_results() comes before deliver()"
-        keep_tokens(token_ids, rows, self._last, self._address, counter)
+        assert self._results is not None, "stage_results() comes before deliver()"
+        shape = self._results.shape
+        keep_tokens(token_ids, rows, self._last, self._place, counter, (shape[0], shape[1]))
