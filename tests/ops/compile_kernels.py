@@ -318,7 +318,8 @@ def few_packed() -> None:
 def draws() -> None:
     """Greedy, random and limited draws, of whole rows, with masks; and what becomes of tokens."""
     from octavo.ops.cuda.embedding import embed
-    from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
+    from octavo.ops.base import DecodeItems
+    from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
 
     rows, size = 3, 50_272
@@ -342,7 +343,10 @@ def draws() -> None:
     places = torch.zeros(rows, dtype=torch.int32)
     fill_pending(zeros, places, zeros)
     keep_tokens(zeros, places, zeros)
-    keep_tokens(zeros, places, zeros, zeros[:1], zeros[:1])
+    keep_tokens(zeros, places, zeros, zeros[:2], zeros[:1], (8, 1 + rows))
+    items = [DecodeItems(torch.zeros(64, dtype=torch.int32), window, 16) for window in (None, 128)]
+    for shapes in (items[:1], items):
+        begin_decodes(places[:1], zeros, zeros, places, zeros, zeros, shapes)
     embed(zeros, torch.zeros(size, 64, dtype=torch.bfloat16), 5, 8.0)
 
 

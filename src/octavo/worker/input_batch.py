@@ -118,6 +118,7 @@ class InputBatch:
         self._staging = staging
         self._masks = masks
         self._row_of: dict[int, int] = {}
+        self._known_rows = list[int](), np.zeros(0, np.int64)  # see rows_of
         self._free_rows = list(range(num_rows - 1, 0, -1))
         self._rows = np.zeros(num_rows, _ROW)
         self._rows["num_computed"][0] = -1  # so that a padding token has a context of 0
@@ -274,7 +275,10 @@ class InputBatch:
     def awaits_tokens(self, plan: StepPlan) -> bool:
         """Whether a token depends on the text so far, of which the host does not know all yet."""
         rows = self.rows_of(plan.sampled)
-        rows = rows[(self._rows["flags"][rows] & _TEXT) > 0]
+        follow_text = self._rows["flags"][rows] & _TEXT
+        if not follow_text.any():
+            return False
+        rows = rows[follow_text > 0]
         return bool((self._token_ids[rows, self._rows["num_tokens"][rows] - 1] == PENDING).any())
 
     def masked_rows(self, seq_ids: Sequence[int]) -> MaskedRows:
@@ -339,7 +343,14 @@ class InputBatch:
         self._token_ids[rows, positions] = np.maximum(token_ids[owned], 0)
 
     def rows_of(self, seq_ids: Sequence[int]) -> Int64s:
-        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+        """The rows of these sequences; an array that no one may write to, because it is returned
+        again when the same ones are asked for: a step's are, several times."""
+        known_ids, rows = self._known_rows
+        if known_ids != seq_ids:
+            rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+            rows.flags.writeable = False
+            self._known_rows = list(seq_ids), rows
+        return rows
 
     def _spec(self, row: int) -> SamplingSpec:
         spec = self._specs[row]
@@ -381,6 +392,7 @@ class InputBatch:
 
     def _close(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id)
+        self._known_rows = [], self._known_rows[1][:0]
         self._specs[row] = None
         self._encoder_ids[row] = ()
         self._masks.close(row)

@@ -437,8 +437,9 @@ class ModelRunner:
         staged, hidden, masks = inputs
         with torch.inference_mode(), device.computing:
             self._draw_staging.receive()
-            choice = Choice.nothing(device.torch_device)
-            if staged is not None and staged.sampling is not None:
+            if staged is None or staged.sampling is None:
+                choice = Choice.nothing(device.torch_device)
+            else:
                 assert hidden is not None, "the step has computed something"
                 words, sampling = None, staged.sampling
                 if masks is not None:
