@@ -82,8 +82,10 @@ def _begin_decodes(
         moves = inside & (row > 0) & continues  # row 0 is padding's
         pending = moves | (token < 0)
         tl.store(token_ids + offset, tl.load(last_tokens + row, mask=pending), mask=pending)
-        for place in (positions + offset, draw_positions + offset):
-            tl.store(place, tl.load(place, mask=moves) + 1, mask=moves)
+        position = tl.load(positions + offset, mask=moves, other=0)
+        tl.store(positions + offset, position + 1, mask=moves)
+        position = tl.load(draw_positions + offset, mask=moves, other=0)
+        tl.store(draw_positions + offset, position + 1, mask=moves)
     if continues:
         for i in tl.static_range(len(items)):
             _move_items(items[i], num_items[i], WINDOWS[i], ALIGNMENTS[i], BLOCK)
