@@ -22,6 +22,7 @@ from octavo.ops import (
     LayerSpec,
     RotaryTable,
     ScoreFunction,
+    StagingPart,
     load_backend,
     make_backend,
 )
@@ -47,7 +48,7 @@ class DirectStaging:
         self._device = device
 
     def put(
-        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[Any], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         assert values.size <= capacity, name
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 
 # Test processes share the cores. With a thread a core each, tiny matrix products wait for threads
 # that the system has put aside, and take ten times as long.
@@ -15,8 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Tests that are not about GPUs mean the CPU, also on a machine with one: they see it only with
-# `-m gpu`. The processes that pytest starts find the answer in the environment.
-on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if "gpu" in sys.argv else "cpu") == "gpu"
+# `-m gpu`, or another expression that asks for such tests. The processes that pytest starts find
+# the answer in the environment.
+asked = " ".join(b for a, b in pairwise(sys.argv) if a == "-m")
+asks_for_gpus = "gpu" in asked.split() and "not gpu" not in asked
+on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if asks_for_gpus else "cpu") == "gpu"
 if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -21,6 +21,7 @@ from octavo.ops import (
     LayerSpec,
     RotaryTable,
     ScoreFunction,
+    StagingPart,
     load_backend,
     make_backend,
 )
@@ -110,7 +111,7 @@ class DeviceStaging:
         self._device = device
 
     def put(
-        self, name: str, values: NDArray[np.int32], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[np.int32], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         assert values.size <= capacity, name
         return torch.from_numpy(values).to(self._device)

@@ -317,8 +317,8 @@ def few_packed() -> None:
 
 def draws() -> None:
     """Greedy, random and limited draws, of whole rows, with masks; and what becomes of tokens."""
-    from octavo.ops.cuda.embedding import embed
     from octavo.ops.base import DecodeItems
+    from octavo.ops.cuda.embedding import embed
     from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
 

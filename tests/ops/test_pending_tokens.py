@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from octavo.ops.base import DecodeItems
-from octavo.ops.cuda.attention_work_items import Sequences, decode_items
+from octavo.ops.cuda.attention_work_items import Int32s, Sequences, decode_items
 from octavo.ops.cuda.paged import ITEM_FIELDS
 from octavo.ops.cuda.pending_tokens import begin_decodes, keep_tokens
 
@@ -25,7 +27,7 @@ def int64s(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def items_of(contexts: list[int], window: int | None, num_splits: int, is_causal: bool) -> np.ndarray:
+def items_of(contexts: list[int], window: int | None, num_splits: int, is_causal: bool) -> Int32s:
     """Work items of sequences in rows 1, 2 and so on; those with context 0 are padding."""
     n = len(contexts)
     rows = [0 if context == 0 else 1 + i for i, context in enumerate(contexts)]
@@ -36,7 +38,7 @@ def items_of(contexts: list[int], window: int | None, num_splits: int, is_causal
     return work.items
 
 
-def keys_of(items: np.ndarray, token: int) -> list[tuple[int, int]]:
+def keys_of(items: Int32s, token: int) -> list[tuple[int, int]]:
     """The keys that a token's splits read, in their order."""
     own = items[items[:, 0] == token]
     own = own[own[:, 5].argsort()]
@@ -80,7 +82,7 @@ def test_items_go_on_with_their_sequences(window: int | None, num_splits: int) -
             first = 0 if window is None else max(position + 1 - window, 0)
             assert keys[0][0] == first // ALIGNMENT * ALIGNMENT
             assert keys[-1][1] == position
-            assert all(a[1] == b[0] for a, b in zip(keys, keys[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(keys))
         assert (encoded.cpu().numpy().reshape(-1, ITEM_FIELDS) == of_encoder).all()
     assert ids.tolist() == [51, 52, 53, 54, 55, 5, 5]
     assert positions.tolist() == [16, 17, 48, 415, 112, 0, 0]

@@ -20,6 +20,7 @@ from octavo.ops import (
     LayerSpec,
     PaddedSizes,
     ScoreFunction,
+    StagingPart,
     load_backend,
 )
 from octavo.ops.base import AttentionBackend
@@ -204,7 +205,7 @@ class FixedStaging:
         self.lengths: dict[str, int] = {}
 
     def put(
-        self, name: str, values: NDArray[np.int32], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[np.int32], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         place = self._places.setdefault(
             name, torch.zeros(capacity, dtype=torch.int32, device=self._device)

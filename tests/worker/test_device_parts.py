@@ -92,12 +92,12 @@ def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
     addresses: dict[bool, set[int]] = {False: set(), True: set()}
     for step, length in enumerate([500, 3, 4, 5, 1, 300]):
         staging.begin()
-        tokens = staging.put("tokens", np.arange(length) + step, 500, of_tokens=True)
-        others = staging.put("others", np.arange(2) + step, 500, of_tokens=True)
+        tokens = staging.put("tokens", np.arange(length) + step, 500, part="tokens")
+        others = staging.put("others", np.arange(2) + step, 500, part="tokens")
         rows = staging.put("rows", np.full(2, step), 4)
         # What a step uploads besides the rows of the sequences.
-        assert (staging._used_from < 1 << 14) == (length > 4)
-        assert staging._used <= 3 * 256
+        assert ("tokens" in staging._used) == (length > 4)
+        assert staging._used["sequences"].stop <= 3 * 256
         staging.flush()
         assert tokens.tolist() == list(range(step, step + length))
         assert others.tolist() == [step, step + 1]
@@ -105,7 +105,7 @@ def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
         addresses[length > 4].add(tokens.data_ptr())
     assert [len(each) for each in addresses.values()] == [1, 1]
     with pytest.raises(AssertionError, match="more: no room for 12000 bytes"):
-        staging.put("more", np.zeros(5), 1500, of_tokens=True)
+        staging.put("more", np.zeros(5), 1500, part="tokens")
 
 
 @pytest.mark.parametrize(

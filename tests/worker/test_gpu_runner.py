@@ -228,6 +228,34 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     assert overlapped.kv.pool.num_held == 0
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", ["llama3", "olmo3", "gpt_oss", "bloom"] if HAS_GPU else ["mistral"])
+def test_steps_that_continue_are_not_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences pass the ends of blocks and of windows; one ends before the others, and one draws
+    several samples."""
+    overlapped, plain = engines_of(model_zoo.model_directory(name), 40, "recompute")
+    planned = []
+    stage = ModelRunner._stage
+
+    def note(runner: ModelRunner, plan: StepPlan, wants_all: bool) -> object:
+        planned.append(plan)
+        return stage(runner, plan, wants_all)
+
+    monkeypatch.setattr(ModelRunner, "_stage", note)
+    asks = [
+        (prompt(3, 1), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)),
+        (prompt(13, 2), SamplingParams(temperature=1, seed=3, max_tokens=15, ignore_eos=True)),
+        (prompt(6, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=8, ignore_eos=True)),
+    ]
+    for ask in (*([each] for each in asks), asks) if HAS_GPU else [asks]:
+        planned.clear()
+        got, num_planned = run(overlapped, ask), len(planned)
+        assert tokens(got) == tokens(run(plain, ask))
+        longest = max(params.max_tokens or 0 for _, params in ask)
+        assert num_planned <= longest // 2
+    assert overlapped.kv.pool.num_held == 0
+
+
 @slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(

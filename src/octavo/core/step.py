@@ -196,15 +196,13 @@ class StepPlan:
         return 0 < len(self.seq_ids) == self.num_tokens and not self.encoded
 
     def continues(self, seq_ids: list[int]) -> bool:
-        """Whether the step draws one more token of each of these sequences, and changes nothing
-        besides: no row, and no block."""
+        """Whether the step draws one more token of each of these sequences, and changes nothing of
+        them but that they get blocks."""
         if self.seq_ids != seq_ids or self.sampled != seq_ids or not self.only_decodes:
             return False
-        changes = (
-            *(self.expanded, self.forks, self.closed, self.opened, self.token_writes.seq_ids),
-            *(self.table_writes, self.swap_out, self.swap_in, self.copies),
-        )
-        return not any(changes)
+        rows = (self.expanded, self.forks, self.opened, self.token_writes.seq_ids)
+        blocks = (self.swap_out, self.swap_in, self.copies)
+        return not any(rows) and not any(blocks)
 
     @property
     def num_tokens(self) -> int:

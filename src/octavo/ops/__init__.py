@@ -29,6 +29,7 @@ from octavo.ops.base import (
     ScoreFunction,
     Sinks,
     Staging,
+    StagingPart,
     cached_dtype,
 )
 from octavo.registry import ATTENTION_BACKENDS
@@ -99,6 +100,7 @@ __all__ = [
     "ScoreFunction",
     "Sinks",
     "Staging",
+    "StagingPart",
     "cached_dtype",
     "check_score_features",
     "load_backend",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -232,6 +232,10 @@ class HeadNorm(Protocol):
         """(norm of hidden [num_tokens, heads, head_dim], hidden)."""
 
 
+StagingPart = Literal["sequences", "tokens", "blocks"]
+"""What arrays of a step grow with; the last with the blocks that are new in tables, or copied."""
+
+
 class Staging(Protocol):
     """Uploads a step's small arrays to the device, all in one copy before the step computes."""
 
@@ -239,16 +243,17 @@ class Staging(Protocol):
     max_num_tokens: int
 
     def put(
-        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[Any], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         """`values` on the device, valid once the step computes.
 
-        The address depends on the name alone, so that a captured graph may keep it; if `of_tokens`,
-        also on whether there are more than `max_num_seqs` values.
+        The address depends on the name alone, so that a captured graph may keep it; in the other
+        parts than "sequences", also on whether there are more than `max_num_seqs` values.
 
         Args:
             capacity: the largest length that will ever be put under this name.
-            of_tokens: whether there are as many values as a step has tokens, not sequences.
+            part: of what there may be as many values as the step has. A part in which a step puts
+                nothing is not uploaded.
         """
 
     def begin(self) -> None:
@@ -294,7 +299,7 @@ class HostStaging:
         """See Staging.release."""
 
     def put(
-        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[Any], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         return torch.from_numpy(values)
 

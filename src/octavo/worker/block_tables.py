@@ -186,8 +186,8 @@ class DeviceTables:
         _, num_rows, num_columns = self._all.shape
         where = (groups * num_rows + rows) * num_columns + columns
         if len(where) <= _STAGED_ENTRIES:
-            indices = staging.put("table_index", where, _STAGED_ENTRIES, of_tokens=True)
-            values = staging.put("table_value", block_ids, _STAGED_ENTRIES, of_tokens=True)
+            indices = staging.put("table_index", where, _STAGED_ENTRIES, part="blocks")
+            values = staging.put("table_value", block_ids, _STAGED_ENTRIES, part="blocks")
         else:
             indices = torch.from_numpy(where).to(self._all.device)
             values = torch.from_numpy(block_ids).to(self._all.device)

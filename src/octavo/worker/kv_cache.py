@@ -62,7 +62,7 @@ class KVCache:
             fields[:, 2] = self.blocks.shape[-2]
         fields = fields.reshape(-1)
         if len(copies) <= _STAGED_COPIES:
-            staged = staging.put("copies", fields, _FIELDS * _STAGED_COPIES, of_tokens=True)
+            staged = staging.put("copies", fields, _FIELDS * _STAGED_COPIES, part="blocks")
         else:
             staged = torch.from_numpy(fields).to(self.blocks.device)
         return list(torch.split(staged.view(-1, _FIELDS), [len(run) for run in runs]))

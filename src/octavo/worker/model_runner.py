@@ -97,7 +97,6 @@ class Continued(NamedTuple):
     steps_left: int  # before the host plans attention again
 
 
-
 class DrawInputs(NamedTuple):
     """What the tokens of a step are drawn from."""
 
@@ -355,8 +354,8 @@ class ModelRunner:
             rows = _padded(rows, padded.num_singles)
         staged_rows = staging.put("rows", rows, staging.max_num_seqs)
         return (
-            staging.put("input_ids", ids, staging.max_num_tokens, of_tokens=True),
-            staging.put("positions", positions, staging.max_num_tokens, of_tokens=True),
+            staging.put("input_ids", ids, staging.max_num_tokens, part="tokens"),
+            staging.put("positions", positions, staging.max_num_tokens, part="tokens"),
             staged_rows,
         )
 

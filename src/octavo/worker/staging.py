@@ -11,10 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops import StagingPart
+
 _NUM_BUFFERS = 3  # on the host: as many steps may be prepared before the first one is uploaded
 _ALIGNMENT = 256  # bytes
 # Generous: memory that no array reserves is never uploaded.
-_FIXED_BYTES = 16 << 20  # table updates, and what does not grow with the step
+_FIXED_BYTES = 16 << 20  # what does not grow with the step
+_BLOCK_BYTES = 512 << 10  # changed entries of block tables, and copies of blocks
 _SEQ_BYTES = 256  # per sequence: rows and sampling parameters
 _TOKEN_BYTES = 32  # per token: ids and positions
 # Attention's work items, for each shape of layers: a constant part, and per sequence and token.
@@ -28,7 +31,7 @@ class _Region:
     capacity: int
     start: int  # offset in the buffers, bytes
     end: int
-    of_tokens: bool
+    part: StagingPart
     views: dict[int, Tensor]  # n -> view of the first n values: creating one takes microseconds
 
 
@@ -41,9 +44,11 @@ class UploadStaging:
     a stream of its own, so that it is done when the device gets to the step; without one, all of
     the stream.
 
-    Arrays that grow with sequences lie at the beginning of the buffers, and those that grow with
-    tokens at their end, where steps that only decode put nothing: they upload some KB in place of
-    all the room that prompts may need, which takes up to 20 us of every step.
+    Each part is uploaded only in steps that put something there, as far as they do. Arrays that
+    grow with tokens lie at the end of the buffers, where steps that only decode put nothing: they
+    upload some KB in place of all the room that prompts may need, which takes up to 20 us of every
+    step. Steps that continue the one before put nothing but what changes of blocks, which lies at
+    the beginning.
     """
 
     def __init__(
@@ -59,11 +64,15 @@ class UploadStaging:
             device: where the arrays are uploaded to.
             max_num_seqs, max_num_tokens: sizes of the largest step.
             num_shapes: different shapes of attention layers, each with its own work items.
-            num_bytes: size of a buffer. None: enough for the arrays of the largest step.
+            num_bytes: size of a buffer, without room for blocks. None: enough for the arrays of the
+                largest step.
         """
+        self._first = 0  # byte of the sequences' part
         if num_bytes is None:
+            self._first = _BLOCK_BYTES
             num_bytes = (
                 _FIXED_BYTES
+                + _BLOCK_BYTES
                 + _SHAPE_BYTES * num_shapes
                 + (_SEQ_BYTES + _SHAPE_SEQ_BYTES * num_shapes) * max_num_seqs
                 + (_TOKEN_BYTES + _SHAPE_TOKEN_BYTES * num_shapes) * max_num_tokens
@@ -83,12 +92,11 @@ class UploadStaging:
             else []
         )
         self._regions: dict[str, _Region] = {}
-        self._reserved = 0  # of the beginning
-        self._free_end = num_bytes
+        # Where the next region of a part begins; that of tokens lies before the others.
+        self._free = {"blocks": 0, "sequences": self._first, "tokens": num_bytes}
         self._current = 0
-        self._used, self._used_from = 0, num_bytes  # of the beginning; of the end
+        self._used: dict[StagingPart, slice] = {}  # what this step has put
         self._is_released = False
-        self._is_empty = True  # nothing was put in this step
         self._sent: torch.cuda.Event | None = None  # and not received yet
         if is_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -97,19 +105,19 @@ class UploadStaging:
     def begin(self) -> None:
         """Start a new step. The first array that is put takes the next buffer, once that is no
         longer being uploaded."""
-        self._used, self._used_from = 0, len(self._device)
-        self._is_empty = True
+        self._used.clear()
 
     def put(
-        self, name: str, values: NDArray[Any], capacity: int, of_tokens: bool = False
+        self, name: str, values: NDArray[Any], capacity: int, part: StagingPart = "sequences"
     ) -> Tensor:
         """See Staging.put; values [n] of any fixed dtype."""
         assert values.ndim == 1, "flat arrays only"
-        if of_tokens and len(values) <= self.max_num_seqs:
-            name, capacity, of_tokens = f"few {name}", min(capacity, self.max_num_seqs), False
+        if part != "sequences" and len(values) <= self.max_num_seqs:
+            name, capacity = f"few {name}", min(capacity, self.max_num_seqs)
+            part = "blocks" if part == "blocks" else "sequences"
         region = self._regions.get(name)
         if region is None:
-            region = self._reserve(name, values.dtype, capacity, of_tokens)
+            region = self._reserve(name, values.dtype, capacity, part)
         n = len(values)
         self.room(name, n)[:] = values
         view = region.views.get(n)
@@ -122,15 +130,18 @@ class UploadStaging:
         of putting them; before the next flush, which takes them along."""
         region = self._regions[name]
         assert length <= region.capacity, f"{name}: {length} values, but room for {region.capacity}"
-        if self._is_empty:
-            self._is_empty = False
+        if not self._used:
             self._current = (self._current + 1) % _NUM_BUFFERS
             if self._copied:
                 self._copied[self._current].synchronize()
-        if region.of_tokens:
-            self._used_from = min(self._used_from, region.start)
+        used = self._used.get(region.part)
+        if region.part == "tokens":
+            start = region.start if used is None else min(used.start, region.start)
+            self._used["tokens"] = slice(start, len(self._device))
         else:
-            self._used = max(self._used, region.end)
+            start = 0 if region.part == "blocks" else self._first
+            end = region.end if used is None else max(used.stop, region.end)
+            self._used[region.part] = slice(start, end)
         return region.hosts[self._current][:length]
 
     def padded(self, name: str, length: int) -> Tensor:
@@ -152,7 +163,7 @@ class UploadStaging:
 
     def send(self, then: Callable[[], None] | None = None) -> None:
         """See Staging.send."""
-        if self._is_empty and then is None:
+        if not self._used and then is None:
             return
         if not self._copied:
             self._upload(then)
@@ -178,27 +189,27 @@ class UploadStaging:
 
     def _upload(self, then: Callable[[], None] | None) -> None:
         host = self._hosts[self._current]
-        for part in (slice(0, self._used), slice(self._used_from, len(self._device))):
-            if part.start < part.stop:
-                self._device[part].copy_(host[part], non_blocking=True)
+        for part in self._used.values():
+            self._device[part].copy_(host[part], non_blocking=True)
         if then is not None:
             then()
 
-    def _reserve(self, name: str, dtype: np.dtype[Any], capacity: int, of_tokens: bool) -> _Region:
-        num_bytes = capacity * dtype.itemsize
-        start = self._reserved
-        if of_tokens:
-            start = (self._free_end - num_bytes) // _ALIGNMENT * _ALIGNMENT
+    def _reserve(
+        self, name: str, dtype: np.dtype[Any], capacity: int, part: StagingPart
+    ) -> _Region:
+        num_bytes, free = capacity * dtype.itemsize, self._free
+        start = free[part]
+        if part == "tokens":
+            start = (start - num_bytes) // _ALIGNMENT * _ALIGNMENT
         end = start + num_bytes
-        assert start >= self._reserved, f"{name}: no room for {num_bytes} bytes"
-        assert end <= self._free_end, f"{name}: no room for {num_bytes} bytes"
-        if of_tokens:
-            self._free_end = start
-        else:
-            self._reserved = -(-end // _ALIGNMENT) * _ALIGNMENT
+        has_room = end <= (self._first if part == "blocks" else free["tokens"])
+        if part == "tokens":
+            has_room = start >= free["sequences"]
+        assert has_room, f"{name}: no room for {num_bytes} bytes"
+        free[part] = start if part == "tokens" else -(-end // _ALIGNMENT) * _ALIGNMENT
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         parts = [buffer[start:end].view(kind) for buffer in (self._device, *self._hosts)]
         hosts = [part.numpy() for part in parts[1:]]
-        region = _Region(hosts, parts[0], capacity, start, end, of_tokens, {})
+        region = _Region(hosts, parts[0], capacity, start, end, part, {})
         self._regions[name] = region
         return region

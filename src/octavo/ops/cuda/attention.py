@@ -298,7 +298,7 @@ class TritonBackend:
                 items = np.concatenate([items, empty])  # they name no keys and no tokens
             # A work item has at least one token.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
-            staged = staging.put(name, items.reshape(-1), capacity, of_tokens=True)
+            staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = staged, config
 
     def forward(
@@ -497,7 +497,7 @@ def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
     tokens[seqs.tokens[seqs.lens == 1], 1] = -1
     staging = batch.staging
     return staging.put(
-        "attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens, of_tokens=True
+        "attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens, part="tokens"
     )
 
 

@@ -38,7 +38,9 @@ def fill_pending(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
 
 
 @triton.jit
-def _move_items(items, num_items, WINDOW: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+def _move_items(
+    items, num_items, WINDOW: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Work items of decodes that have one more key."""
     for first in range(0, num_items, BLOCK):
         offset = first + tl.arange(0, BLOCK)
