@@ -198,7 +198,10 @@ def test_routing_of_long_inputs(device: torch.device, size: int, num_tokens: int
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(("size", "num_tokens"), [(300, 3), (1_100, 40), (1_100, 600)])
+@pytest.mark.parametrize(
+    ("size", "num_tokens"),
+    [(300, 3), (1_100, 40), pytest.param(1_100, 600, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("rounding", [Rounding.IN_TWO, Rounding.TOKENS_IN_TWO])
 def test_routers_make_two_numbers_of_inputs(
     device: torch.device, rounding: Rounding, size: int, num_tokens: int
@@ -793,7 +796,9 @@ def test_mxfp4_down_projections_of_one_token_find_all_gates(
     ("num_tokens", "num_experts", "block_rows", "epilogue", "size"),
     [
         (1, 5, 16, Epilogue.CLAMPED_SWIGLU, 320),
-        (1, 5, 16, Epilogue.SILU_MUL, 1184),  # two blocks of each warp
+        pytest.param(  # two blocks of each warp
+            *(1, 5, 16, Epilogue.SILU_MUL, 1184), marks=pytest.mark.slow
+        ),
         pytest.param(  # two stages for a unit of gates
             *(1, 5, 16, Epilogue.CLAMPED_SWIGLU, 3200), marks=pytest.mark.slow
         ),
@@ -895,15 +900,20 @@ ROUTED_IN_KERNEL = {
     "softmax": RoutingConfig(num_experts=6, top_k=2, renormalised=False, scale=1.5),
     "one": RoutingConfig(num_experts=4, top_k=1),
 }
+# Each rule, with a residual stream to be added or without one; the other pairs every night.
+ROUTED_CASES = [
+    pytest.param(rule, adds, marks=() if adds == (rule != "softmax") else pytest.mark.slow)
+    for rule, adds in itertools.product(ROUTED_IN_KERNEL, (False, True))
+]
 
 
-@pytest.mark.parametrize("config", ROUTED_IN_KERNEL.values(), ids=ROUTED_IN_KERNEL)
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rule", "adds"), ROUTED_CASES)
 def test_mxfp4_experts_that_norm_and_route(
-    monkeypatch: pytest.MonkeyPatch, config: RoutingConfig, adds: bool
+    monkeypatch: pytest.MonkeyPatch, rule: str, adds: bool
 ) -> None:
     """By the emulator: buffers of logits take turns, and inputs that are not numbers leave them
     as they were."""
+    config = ROUTED_IN_KERNEL[rule]
     kernel = Emulated(experts_one_mx.experts_one_kernel)
     monkeypatch.setattr(experts_one_mx, "experts_one_kernel", kernel)
     monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
@@ -1026,7 +1036,13 @@ def few_float8_experts(
         (Epilogue.SILU_MUL, 1, 384, 128, 40),  # programs that have nothing to do
     ],
 )
-@pytest.mark.parametrize("form", HOPPER_FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=() if form == "float8-blocks" else pytest.mark.slow)
+        for form in HOPPER_FORMS
+    ],
+)
 def test_float8_of_one_token_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
     form: str,
@@ -1056,12 +1072,12 @@ def test_float8_of_one_token_on_hopper(
     assert torch.equal(experts.apply_partial(x, routed), got)
 
 
-@pytest.mark.parametrize("config", ROUTED_IN_KERNEL.values(), ids=ROUTED_IN_KERNEL)
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rule", "adds"), ROUTED_CASES)
 def test_float8_experts_that_norm_and_route(
-    monkeypatch: pytest.MonkeyPatch, config: RoutingConfig, adds: bool
+    monkeypatch: pytest.MonkeyPatch, rule: str, adds: bool
 ) -> None:
     """By the emulator; more than one part of the input, of which the second one is not whole."""
+    config = ROUTED_IN_KERNEL[rule]
     kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
     monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
     monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)

@@ -63,6 +63,7 @@ CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llam
 THROUGH_TRANSFORMERS = (
     ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "phimoe"] if HAS_GPU else ["llama"]
 )
+CONTINUED = ["llama3", "olmo3", "gpt_oss", "bloom"] if HAS_GPU else ["mistral"]
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
 MAX_LEN, BLOCK_SIZE, CHUNK = 80, 8, 24  # of the engines that are compared
 
@@ -229,7 +230,9 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("name", ["llama3", "olmo3", "gpt_oss", "bloom"] if HAS_GPU else ["mistral"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "olmo3", "gpt_oss", "bloom"] if HAS_GPU else ["mistral"]
+)
 def test_steps_that_continue_are_not_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences pass the ends of blocks and of windows; one ends before the others, and one draws
     several samples."""
