@@ -17,6 +17,10 @@ from typing import NamedTuple
 from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
+# The same of the time to plan a step, if it is longer than the estimate, and if it is not. Now and
+# then the host prepares a whole step, which takes several times as long as the others do
+# (worker/model_runner.py), and must not be late for it.
+RISING, FALLING = 0.5, 0.02
 MARGIN = 5e-4  # seconds, for variation between steps
 MIN_PROMPT_TOKENS = 16  # steps with fewer prompt tokens say nothing about the cost of a token
 # The cost per prompt token is learnt separately for two sizes of step per power of two: a few
@@ -71,7 +75,10 @@ class Pacer:
         if is_first:  # it began before its last kernel was launched
             self._started = min(now, began + self._planning)
         if plan.only_decodes:
-            self._planning += SMOOTHING * (now - began - self._planning)
+            # What takes longer than that is no planning: something was compiled, say.
+            taken = min(now - began, 2 * self._planning + MARGIN)
+            weight = RISING if taken > self._planning else FALLING
+            self._planning += weight * (taken - self._planning)
 
     def waits(self) -> None:
         """The host begins to wait for the result of the step that is computing now."""
