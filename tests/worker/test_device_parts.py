@@ -97,7 +97,7 @@ def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
         rows = staging.put("rows", np.full(2, step), 4)
         # What a step uploads besides the rows of the sequences.
         assert ("tokens" in staging._used) == (length > 4)
-        assert staging._used["sequences"].stop <= 3 * 256
+        assert staging._used["sequences"][1] <= 3 * 256
         staging.flush()
         assert tokens.tolist() == list(range(step, step + length))
         assert others.tolist() == [step, step + 1]

@@ -44,7 +44,7 @@ class UploadStaging:
     a stream of its own, so that it is done when the device gets to the step; without one, all of
     the stream.
 
-    Each part is uploaded only in steps that put something there, as far as they do. Arrays that
+    Of each part, a step uploads what lies between the first and the last that it puts. Arrays that
     grow with tokens lie at the end of the buffers, where steps that only decode put nothing: they
     upload some KB in place of all the room that prompts may need, which takes up to 20 us of every
     step. Steps that continue the one before put nothing but what changes of blocks, which lies at
@@ -95,7 +95,7 @@ class UploadStaging:
         # Where the next region of a part begins; that of tokens lies before the others.
         self._free = {"blocks": 0, "sequences": self._first, "tokens": num_bytes}
         self._current = 0
-        self._used: dict[StagingPart, slice] = {}  # what this step has put
+        self._used: dict[StagingPart, tuple[int, int]] = {}  # bytes that this step has put
         self._is_released = False
         self._sent: torch.cuda.Event | None = None  # and not received yet
         if is_gpu:
@@ -134,14 +134,8 @@ class UploadStaging:
             self._current = (self._current + 1) % _NUM_BUFFERS
             if self._copied:
                 self._copied[self._current].synchronize()
-        used = self._used.get(region.part)
-        if region.part == "tokens":
-            start = region.start if used is None else min(used.start, region.start)
-            self._used["tokens"] = slice(start, len(self._device))
-        else:
-            start = 0 if region.part == "blocks" else self._first
-            end = region.end if used is None else max(used.stop, region.end)
-            self._used[region.part] = slice(start, end)
+        start, end = self._used.get(region.part, (region.start, region.end))
+        self._used[region.part] = min(start, region.start), max(end, region.end)
         return region.hosts[self._current][:length]
 
     def padded(self, name: str, length: int) -> Tensor:
@@ -189,8 +183,8 @@ class UploadStaging:
 
     def _upload(self, then: Callable[[], None] | None) -> None:
         host = self._hosts[self._current]
-        for part in self._used.values():
-            self._device[part].copy_(host[part], non_blocking=True)
+        for start, end in self._used.values():
+            self._device[start:end].copy_(host[start:end], non_blocking=True)
         if then is not None:
             then()
 
