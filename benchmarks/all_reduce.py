@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from gpu_harness import report
 from torch import Tensor
 
-from octavo.ops.communicator import GroupCommunicator, Reduction, ReductionSite
+from octavo.ops.communicator import Reduction, ReductionSite
 from octavo.ops.cuda import all_reduce
 from octavo.ops.cuda.all_reduce import PeerCommunicator
 from octavo.ops.cuda.norm import norm
@@ -60,10 +60,7 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
 
     peers = communicator(all_reduce.HOP_BYTES)
     default = all_reduce.HOP_BYTES
-    limit, all_reduce.NCCL_BYTES = all_reduce.NCCL_BYTES, 1 << 40
     one_shot, two_shot = communicator(1e15), communicator(0)
-    all_reduce.NCCL_BYTES = limit
-    by_nccl = GroupCommunicator(group)
     all_reduce.HOP_BYTES = default
     weight = torch.ones(hidden, dtype=dtype, device=device)
     errors = _check(peers, weight, arguments.stress, arguments.max_rows)
@@ -90,16 +87,12 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
         def two(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
             _reduce(x, residual, weight, two_shot, ALTERNATING[call % 2])
 
-        def dealt(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
-            _reduce(x, residual, weight, by_nccl, ALTERNATING[call % 2])
-
         def nccl(call: int, x: Tensor = x) -> None:
             dist.all_reduce(x)
 
         ways: dict[str, Callable[[int], None]] = {
             "norm": norm_alone,
             "nccl": nccl,
-            "dealt": dealt,
             "one_shot": one,
             "two_shot": two,
             "fused": fused,
@@ -125,7 +118,7 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
 
 
 def _reduce(
-    x: Tensor, residual: Tensor, weight: Tensor, peers: GroupCommunicator, site: ReductionSite
+    x: Tensor, residual: Tensor, weight: Tensor, peers: PeerCommunicator, site: ReductionSite
 ) -> None:
     norm(x, Affine(weight), 1e-5, residual, True, reduction=Reduction(peers, site))
 

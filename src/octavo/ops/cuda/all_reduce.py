@@ -43,9 +43,6 @@ from octavo.ops.communicator import GroupCommunicator, Reduction, ReductionSite
 logger = logging.getLogger(__name__)
 SITES = len(ReductionSite)
 HOP_BYTES = 8e5  # what an H200's links send in the time that a second hop takes
-# Rows of so many bytes over more than two ranks take NCCL: 4 MB took four H200s 53 us by its
-# all-reduce, norm included, and 69 without; 2 MB took 39 and 27.
-NCCL_BYTES = 3 << 20
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -128,8 +125,6 @@ class PeerCommunicator(GroupCommunicator):
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """See Communicator.reserve. GPUs that cannot reach each other's memory use NCCL."""
-        if self.shard.size > 2:
-            max_rows = min(max_rows, NCCL_BYTES // (row_size * dtype.itemsize))
         try:
             self._buffers = PeerBuffers(self.group, max_rows, row_size, dtype, device)
         except RuntimeError as error:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.communicator import Communicator, Reduction
+from octavo.ops.communicator import Reduction
 from octavo.ops.cuda.all_reduce import (
     Exchange,
     complete_row,
@@ -53,34 +53,8 @@ def norm(
         exchange = exchange_for(reduction, len(residual))
         if exchange is None:
             total = _complete(x) if second is None else _complete(x) + _complete(second)
-            x, second = total.to(residual.dtype), None
-            if reduction.communicator.shard.size > 2 and branch is None:
-                _add_dealt(x, residual, reduction.communicator)
-                return _launch(
-                    residual, affine, eps, None, is_rms, None, None, twin, None, rounding
-                )
-            x = reduction.communicator.all_gather(x)
+            x, second = reduction.communicator.all_gather(total.to(residual.dtype)), None
     return _launch(x, affine, eps, residual, is_rms, second, branch, twin, exchange, rounding)
-
-
-def _add_dealt(x: Tensor, residual: Tensor, communicator: Communicator) -> None:
-    """Add the sum over the ranks of x [num_rows, size] to the residual stream, in place.
-
-    Each rank adds up some of the rows, so that 2 (ranks - 1) / ranks times the bytes of x are sent
-    and received, and not ranks - 1 times. The bits are those of a norm that adds all ranks' parts.
-    """
-    (num_rows, size), shard = x.shape, communicator.shard
-    share = -(-num_rows // shard.size)
-    dealt = x.new_zeros((shard.size * share, size)) if share * shard.size > num_rows else x
-    if dealt is not x:
-        dealt[:num_rows] = x
-    parts = communicator.all_to_all(dealt.view(shard.size, share, size))
-    own = dealt[:share]  # whose values have been sent
-    begin = min(shard.rank * share, num_rows)
-    mine = residual[begin : begin + share]
-    own[: len(mine)] = mine
-    _launch(parts, None, 0.0, own, True, None, None, None, None, Rounding.NONE)
-    residual.copy_(communicator.all_gather(own).view(-1, size)[:num_rows])
 
 
 def _complete(x: Tensor) -> Tensor:
