@@ -261,19 +261,14 @@ def _sum_of_parts(
     RANKS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """All parts are waited for at once: one after the other, each would cost a look of its own."""
-    PADDED: tl.constexpr = triton.next_power_of_2(RANKS)
-    rank = tl.arange(0, PADDED)
-    slot = tl.where(rank > RANK, rank - 1, rank)
-    place = (slot[:, None] * slot_rows + slot_row) * size + columns[None, :]
-    sends = (rank != RANK) & (rank < RANKS)
-    parts = _received(peers, place, sends[:, None] & inside[None, :], RANK, DTYPE)
     total = tl.zeros(sent.shape, tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
             part = sent
         else:
-            part = tl.sum(tl.where(rank[:, None] == peer, parts, 0), 0).to(sent.dtype)
+            slot = peer if peer < RANK else peer - 1
+            place = (slot * slot_rows + slot_row) * size + columns
+            part = _received(peers, place, inside, RANK, DTYPE)
         total += part.to(DTYPE, bitcast=True).to(tl.float32)
     return total
 
@@ -300,7 +295,7 @@ def _received(peers, place, inside, RANK: tl.constexpr, DTYPE: tl.constexpr):
     EMPTY: tl.constexpr = -2147483648 if DTYPE.primitive_bitwidth == 32 else -32768
     source = tl.load(peers + RANK).to(tl.pointer_type(BITS)) + place
     bits = tl.load(source, mask=inside, other=0, volatile=True)
-    while tl.sum((bits == EMPTY).to(tl.int32)) > 0:
+    while tl.sum((bits == EMPTY).to(tl.int32), 0) > 0:
         bits = tl.load(source, mask=inside, other=0, volatile=True)
     tl.store(source, tl.full(bits.shape, EMPTY, BITS), mask=inside)
     return bits
