@@ -179,6 +179,7 @@ class ModelRunner:
             block_size,
             dtype,
         )
+        self._continuing = self._backend if isinstance(self._backend, ContinuingBackend) else None
         vocab_size = model_config.vocab_size
 
         def library() -> ConstraintLibrary:
@@ -331,10 +332,22 @@ class ModelRunner:
             results,
             is_staged,
         )
-        may_continue = is_staged is not None and results is not None and not attention.cascade
-        if may_continue and plan.sampled == plan.seq_ids and batch.are_plain(plan.seq_ids):
+        if self._may_continue(plan, staged):
             self._continued = Continued(plan.seq_ids, staged, MOST_CONTINUED)
         return staged
+
+    def _may_continue(self, plan: StepPlan, staged: StagedStep) -> bool:
+        """Whether the device has all that the next step of the same sequences needs."""
+        captured = staged.captured
+        return (
+            self._continuing is not None
+            and captured is not None
+            and captured.mixed is None
+            and not captured.has_cascade
+            and staged.results is not None
+            and plan.sampled == plan.seq_ids
+            and self._batch.are_plain(plan.seq_ids)
+        )
 
     def _stage_mark(self, captured: Captured | None) -> Tensor | None:
         """What tells the graph of a step of decodes that it is staged; None for other steps."""
@@ -401,8 +414,7 @@ class ModelRunner:
         if staged.is_staged is not None:
             assert self._pending is not None, "graphs are for devices that keep tokens"
             draws = self._sampler.drawer.captured_draws(len(rows), "greedy")
-            backend = self._backend
-            items = backend.decode_items() if isinstance(backend, ContinuingBackend) else []
+            items = [] if self._continuing is None else self._continuing.decode_items()
             self._pending.begin(staged.is_staged, ids, positions, rows, draws, items)
         elif self._pending is not None:
             # Tokens that the host does not know are single, and come first.
