@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # `-m gpu`, or another expression that asks for such tests. The processes that pytest starts find
 # the answer in the environment.
 asked = " ".join(b for a, b in pairwise(sys.argv) if a == "-m")
-asks_for_gpus = "gpu" in asked.split() and "not gpu" not in asked
+asks_for_gpus = bool(re.search(r"\bgpu\b", asked)) and "not gpu" not in asked
 on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if asks_for_gpus else "cpu") == "gpu"
 if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

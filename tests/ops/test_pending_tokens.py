@@ -12,11 +12,12 @@ from octavo.ops.base import DecodeItems
 from octavo.ops.cuda.attention_work_items import Int32s, Sequences, decode_items
 from octavo.ops.cuda.paged import ITEM_FIELDS
 from octavo.ops.cuda.pending_tokens import begin_decodes, keep_tokens
+from octavo.worker.model_runner import MOST_CONTINUED
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-TILE, ALIGNMENT = 32, 8
+TILE, ALIGNMENT = 16, 8  # the smallest ones
 
 
 def int32s(values: object) -> torch.Tensor:
@@ -67,7 +68,7 @@ def test_items_go_on_with_their_sequences(window: int | None, num_splits: int) -
     assert ids.tolist() == [5] * 7  # they were known
     assert (items.cpu().numpy().reshape(-1, ITEM_FIELDS) == planned).all()
     assert draws.tolist() == [*contexts, 100]
-    for step in range(1, 17):
+    for step in range(1, MOST_CONTINUED + 1):
         begin_decodes(is_staged, ids, positions, rows, last, draws, shapes)
         now = items.cpu().numpy().reshape(-1, ITEM_FIELDS)
         assert (now[:, [0, 1, 5, 6, 7]] == planned[:, [0, 1, 5, 6, 7]]).all()
@@ -83,10 +84,12 @@ def test_items_go_on_with_their_sequences(window: int | None, num_splits: int) -
             assert keys[0][0] == first // ALIGNMENT * ALIGNMENT
             assert keys[-1][1] == position
             assert all(a[1] == b[0] for a, b in pairwise(keys))
+            assert all(begin <= end for begin, end in keys), "a window leaves the first split alone"
         assert (encoded.cpu().numpy().reshape(-1, ITEM_FIELDS) == of_encoder).all()
     assert ids.tolist() == [51, 52, 53, 54, 55, 5, 5]
-    assert positions.tolist() == [16, 17, 48, 415, 112, 0, 0]
-    assert draws.tolist() == [17, 18, 49, 416, 113, 0, 0, 100]
+    last_positions = [context + MOST_CONTINUED - 1 if context else 0 for context in contexts]
+    assert positions.tolist() == last_positions
+    assert draws.tolist() == [position and position + 1 for position in last_positions] + [100]
 
 
 def test_a_staged_step_fills_what_the_host_does_not_know() -> None:

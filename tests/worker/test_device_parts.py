@@ -108,6 +108,36 @@ def test_arrays_that_grow_with_tokens_are_uploaded_when_they_are_long() -> None:
         staging.put("more", np.zeros(5), 1500, part="tokens")
 
 
+def test_what_changes_of_blocks_is_uploaded_alone() -> None:
+    staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=500)
+    for step, length in enumerate([500, 3, 4, 0]):
+        staging.begin()
+        if length == 500:  # a step that the host stages; others continue it
+            rows = staging.put("rows", np.arange(4), 4)
+        changes = staging.put("index", np.arange(length) + step, 500, part="blocks")
+        assert ("sequences" in staging._used) == (length == 500)
+        assert sum(end - start for start, end in staging._used.values()) <= 8 * (length + 4)
+        staging.flush()
+        assert changes.tolist() == list(range(step, step + length))
+        assert rows.tolist() == [0, 1, 2, 3]
+        staging.release()
+
+
+def test_a_step_that_puts_nothing_uploads_nothing_but_what_it_launches() -> None:
+    staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=8, num_bytes=1 << 14)
+    launched = []
+    for step in range(9):
+        staging.begin()
+        if step % 3 == 0:
+            values = staging.put("values", np.full(4, step), 4)
+        staging.flush(None if step % 3 == 1 else lambda step=step: launched.append(step))  # type: ignore[misc]
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(2_000_000)
+        assert values.tolist() == [step // 3 * 3] * 4
+        staging.release()
+    assert launched == [0, 2, 3, 5, 6, 8]
+
+
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_shapes"),
     [(1, 1, 2), (4096, 4096, 2), (256, 1 << 20, 2), (1, 1, 64), (4096, 1 << 18, 24)],

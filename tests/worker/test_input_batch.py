@@ -366,3 +366,20 @@ def test_only_draws_that_follow_from_the_text_wait_for_it(spec: SamplingSpec, ne
     assert batch.awaits_tokens(later) == needs
     batch.fill(drawn, np.array([5]))
     assert not batch.awaits_tokens(later)
+
+
+def test_rows_are_found_again_after_they_were_given_to_others() -> None:
+    batch = make_batch()
+    batch.apply(StepPlan(0, [], [], [], [], opened=[opened(1, 3), opened(2, 3)]))
+    first = batch.rows_of([1, 2])
+    assert batch.rows_of([1, 2]) is first
+    assert batch.rows_of((2, 1)).tolist() == first[::-1].tolist()
+    assert batch.rows_of([1]).tolist() == first[:1].tolist()
+    again = [opened(2, 3), opened(1, 3)]
+    batch.apply(StepPlan(1, [], [], [], [], closed=[1, 2], opened=again))
+    assert batch.rows_of([1, 2]).tolist() == [batch.rows_of([1])[0], batch.rows_of([2])[0]]
+    with pytest.raises(ValueError, match="read-only"):
+        batch.rows_of([1, 2])[0] = 5
+    batch.apply(StepPlan(2, [], [], [], [], closed=[1]))
+    with pytest.raises(KeyError):
+        batch.rows_of([1, 2])

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
-# The same of the time to plan a step, if it is longer than the estimate, and if it is not. Now and
-# then the host prepares a whole step, which takes several times as long as the others do
-# (worker/model_runner.py), and must not be late for it.
-RISING, FALLING = 0.5, 0.02
+# Weights of the newest time to plan a step: where it is above the estimate, and where it is below.
+# Of 16 steps the host may prepare one alone (worker/model_runner.py), which takes several times as
+# long as the others do. If that one takes up to 4 ms, it is planned in time, thanks to MARGIN.
+RISING, FALLING = 0.5, 0.005
 MARGIN = 5e-4  # seconds, for variation between steps
 MIN_PROMPT_TOKENS = 16  # steps with fewer prompt tokens say nothing about the cost of a token
 # The cost per prompt token is learnt separately for two sizes of step per power of two: a few

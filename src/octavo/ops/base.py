@@ -237,7 +237,8 @@ StagingPart = Literal["sequences", "tokens", "blocks"]
 
 
 class Staging(Protocol):
-    """Uploads a step's small arrays to the device, all in one copy before the step computes."""
+    """Uploads a step's small arrays to the device before the step computes, in a copy for each part
+    that has some."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -440,7 +441,8 @@ class AttentionBackend(Protocol):
 
 
 class DecodeItems(NamedTuple):
-    """Work items of decodes, which go on when their sequences do (cuda/pending_tokens.py)."""
+    """Work items of decodes, which go on when their sequences do: `begin_decodes`
+    (cuda/pending_tokens.py) reads and writes their fields."""
 
     items: Tensor  # int32 [num_items * ITEM_FIELDS], as `decode_attention` reads them
     window: int | None

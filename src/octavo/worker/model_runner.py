@@ -59,8 +59,9 @@ from octavo.worker.submitted_step import SubmittedStep
 Integer = TypeVar("Integer", bound=np.integer[Any])
 
 # Steps that the device goes on with by itself, one after the other: meanwhile a sequence's last
-# split of keys grows.
-MOST_CONTINUED = 16
+# split of keys grows. A window leaves the first one, and must not get beyond it: these are fewer
+# steps than the smallest tile has keys.
+MOST_CONTINUED = 15
 
 
 class Captured(NamedTuple):

@@ -30,7 +30,6 @@ class _Region:
     device: Tensor
     capacity: int
     start: int  # offset in the buffers, bytes
-    end: int
     part: StagingPart
     views: dict[int, Tensor]  # n -> view of the first n values: creating one takes microseconds
 
@@ -134,9 +133,11 @@ class UploadStaging:
             self._current = (self._current + 1) % _NUM_BUFFERS
             if self._copied:
                 self._copied[self._current].synchronize()
-        start, end = self._used.get(region.part, (region.start, region.end))
-        self._used[region.part] = min(start, region.start), max(end, region.end)
-        return region.hosts[self._current][:length]
+        room = region.hosts[self._current][:length]
+        start, end = self._used.get(region.part, (region.start, region.start))
+        last = region.start + room.nbytes
+        self._used[region.part] = min(start, region.start), max(end, last)
+        return room
 
     def padded(self, name: str, length: int) -> Tensor:
         """The first `length` values of `name`; those beyond the last `put` are older ones."""
@@ -204,6 +205,6 @@ class UploadStaging:
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         parts = [buffer[start:end].view(kind) for buffer in (self._device, *self._hosts)]
         hosts = [part.numpy() for part in parts[1:]]
-        region = _Region(hosts, parts[0], capacity, start, end, part, {})
+        region = _Region(hosts, parts[0], capacity, start, part, {})
         self._regions[name] = region
         return region

@@ -497,7 +497,7 @@ def _decode_kernel(
     and output_scales are RoundedInputs, with a scale for each ROUNDED_GROUP results."""
     allow_next(PDL)
     head = tl.program_id(0)
-    # Items and tables are complete before a step's first kernel: they may be read before the wait.
+    # Items and tables are complete before a step's embedding: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
     token = tl.load(item, eviction_policy=REREAD)
     table += tl.load(item + 1, eviction_policy=REREAD).to(tl.int64) * table_stride

@@ -15,7 +15,7 @@ BLOCK = 1024
 def embed(ids: Tensor, table: Tensor, first: int = 0, factor: float = 1.0) -> Tensor:
     """Rows of a table, times `factor`, computed in float32 and rounded once.
 
-    A step begins with this kernel: unlike others, it starts when all kernels before it have ended
+    Layers begin with this kernel: unlike others, it starts when all kernels before it have ended
     (pdl.py). The next one may start at once.
 
     Args:

@@ -8,13 +8,14 @@ preceding kernel has ended and its writes are visible.
 The rule, for every kernel that is launched with `launch_options()`:
   1. Each program calls `wait_previous` once, on every path, even if it has no work.
   2. Before it: no store, no atomic, no load from memory that any kernel writes. Weights, rotary
-     tables and other constants may be read or prefetched into the L2 cache. So may what was written
-     by kernels before the preceding one, if that one calls `allow_next` after its own
-     `wait_previous`; by loads that pass by the L1 cache. So may what was written before the step,
-     which begins with the embedding of its tokens (embedding.py): a kernel without the option, that
-     waits for all before it. Cached keys and values of earlier tokens are such, with the copies of
-     blocks, and what the encoder of a step has written. One kernel takes tickets from a counter of
-     its own before it waits, and calls `allow_next` when it has them (experts_one_mx.py).
+     tables and other constants may be read or prefetched into the L2 cache. So may what was
+     written by kernels before the preceding one, if that one calls `allow_next` after its own
+     `wait_previous`; by loads that pass by the L1 cache. So may what was written before the
+     embedding of the step's tokens (embedding.py): a kernel without the option, that waits for
+     all before it, as the only one that precedes it in the step does (pending_tokens.py).
+     Cached keys and values of earlier tokens are such, with the copies of blocks, and what the
+     encoder of a step has written. One kernel takes tickets from a counter of its own before it
+     waits, and calls `allow_next` when it has them (experts_one_mx.py).
   3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
      the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own

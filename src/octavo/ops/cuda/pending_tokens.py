@@ -104,7 +104,8 @@ def begin_decodes(
     draw_positions: Tensor,
     items: Sequence[DecodeItems],
 ) -> None:
-    """Begin a step that computes one token of each sequence.
+    """Begin a step that computes one token of each sequence; launched without PDL, so that all
+    kernels before it have ended, and it ends before the embedding begins (pdl.py).
 
     If the host has staged it, this is `fill_pending`. Otherwise the step continues the one before,
     which had the same sequences: each goes on with its last token, one position further. From then
