@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from octavo.config import EngineConfig, QuantizationChoice, make_config
 from octavo.engine.engine import Engine
+from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.local_client import LocalClient, LocalStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Prompt
@@ -418,7 +419,8 @@ class LLM:
             for stream in streams:
                 self.client.add_request(stream)
             waiting = {stream.request_id for stream in streams}
-            with tqdm(total=len(streams), desc="requests", unit="req", disable=not use_tqdm) as bar:
+            bar = tqdm(total=len(streams), desc="requests", unit="req", disable=not use_tqdm)
+            with bar, InterruptsAfter():
                 while waiting:
                     for output in self.client.step():
                         if output.request_id not in waiting:
