@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
 import statistics
 import sys
 import time
@@ -24,14 +23,12 @@ from typing import Any, get_args
 
 import step_profile
 import torch
-from gpu_harness import make_engine, peak_rates, report
+from gpu_harness import WARM_UP, decoding, make_engine, peak_rates, report
 
-from octavo import SamplingParams
 from octavo.config import KernelTuning, KVCacheDType, ModelImpl, QuantizationName
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
-from octavo.engine.local_client import LocalClient
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
@@ -40,7 +37,7 @@ CONTEXT = 1024
 DTYPE_BYTES = 2
 ENCODER_INPUT = 512
 MAX_TOKENS = 400  # that a sequence may draw
-WARM_UP, STEPS = 12, 48
+STEPS = 48
 BATCHES = {
     "llama-3-8b": (1, 8, 64, 256),
     "opt-13b": (1, 8, 64),
@@ -221,48 +218,29 @@ def step_times(
     """Wall-clock seconds of each step; mean seconds of the device's work per step; seconds of the
     device's work in each step that ran an encoder; and how many experts a step hits in all layers.
     """
-    vocab_size = engine.model_config.vocab_size
-    rng = random.Random(batch)
     length = ENCODER_INPUT if engine.model_config.encoder else first_context(engine, context)
-    params = SamplingParams(
-        temperature=temperature, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, seed=1
-    )
-    client = LocalClient(engine)
     encoding: list[float] = []
+    device: list[float] = []
+    hit: list[int] = []
 
     def note_encoder(plan: StepPlan, result: StepResult, progress: object) -> None:
         if plan.encoded:
             encoding.append(result.compute_seconds)
 
-    engine.observers.append(note_encoder)
-    for _ in range(batch):
-        prompt = [rng.randrange(vocab_size) for _ in range(length)]
-        client.add_request(client.make_request(prompt, params))
-    scheduler = engine.scheduler
-    while any(r.first_token_time is None for r in scheduler.requests.values()):
-        client.step()
-    for _ in range(WARM_UP):
-        client.step()
-    device: list[float] = []
-    engine.observers.clear()
-    hit: list[int] = []
-
     def observe(plan: StepPlan, result: StepResult, progress: Progress) -> None:
         device.append(result.compute_seconds)
         hit.append(result.num_hit_experts)
 
-    engine.observers.append(observe)
-    moments = [time.perf_counter()]
-    for _ in range(STEPS):
-        client.step()
-        moments.append(time.perf_counter())
-    engine.observers.clear()
-    if profile:
-        write_profile(engine, f"{profile}.{batch}")
-    for request_id in list(scheduler.requests):
-        engine.abort_request(request_id)
-    while engine.has_unfinished:
-        engine.step()
+    engine.observers.append(note_encoder)
+    with decoding(engine, [length] * batch, temperature, MAX_TOKENS) as client:
+        engine.observers[:] = [observe]
+        moments = [time.perf_counter()]
+        for _ in range(STEPS):
+            client.step()
+            moments.append(time.perf_counter())
+        engine.observers.clear()
+        if profile:
+            write_profile(engine, f"{profile}.{batch}")
     num_hit = (hit[-1] - hit[0]) / (len(hit) - 1)
     return [b - a for a, b in pairwise(moments)], statistics.fmean(device), encoding, num_hit
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo import SamplingParams
 from octavo.config import make_config
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.llm import load_engine
 from octavo.simulation.models import DIRECTORY as SIMULATED
 
 ROOT = Path(__file__).parent
 CONFIGS = ROOT / "configs"
 TRACES = ROOT / "traces"
+WARM_UP = 12  # steps after all sequences have their first tokens
 GEMM_SIZE = 8192
 GEMM_FLOPS = 2 * GEMM_SIZE**3
 
@@ -33,6 +38,32 @@ def make_engine(model: str, **options: Any) -> Engine:
     """An engine of the model with this name (config_directory) with random bf16 weights."""
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048, **options}
     return load_engine(make_config(str(config_directory(model)), **options))
+
+
+@contextmanager
+def decoding(
+    engine: Engine, lengths: Sequence[int], temperature: float, max_tokens: int
+) -> Iterator[LocalClient]:
+    """Sequences with random prompts of these lengths that all decode, from WARM_UP steps on; in the
+    end their requests are aborted, and nothing is under way."""
+    client, rng = LocalClient(engine), random.Random(len(lengths))
+    vocab_size = engine.model_config.vocab_size
+    params = SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False, seed=1
+    )
+    for length in lengths:
+        prompt = [rng.randrange(vocab_size) for _ in range(length)]
+        client.add_request(client.make_request(prompt, params))
+    requests = engine.scheduler.requests
+    while any(request.first_token_time is None for request in requests.values()):
+        client.step()
+    for _ in range(WARM_UP):
+        client.step()
+    yield client
+    for request_id in list(requests):
+        engine.abort_request(request_id)
+    while engine.has_unfinished:
+        engine.step()
 
 
 def device_seconds(work: Callable[[], object]) -> float:

@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpu_harness import make_engine, report
+from gpu_harness import decoding, make_engine, report
 
-from octavo import SamplingParams
 from octavo.engine.engine import Engine
-from octavo.engine.local_client import LocalClient
 from octavo.worker.device.base import Moment
 from octavo.worker.model_runner import ModelRunner
 
-WARM_UP, STEPS = 12, 200
+STEPS = 200
 PROMPT = 500
 
 
@@ -54,34 +52,17 @@ class Watch:
 
 def step_row(engine: Engine, batch: int) -> dict[str, float]:
     """Steps of sequences whose blocks are not full at the same steps."""
-    client, rng = LocalClient(engine), random.Random(batch)
-    vocab_size = engine.model_config.vocab_size
-    params = SamplingParams(
-        temperature=0.6, max_tokens=2 * STEPS, ignore_eos=True, detokenize=False, seed=1
-    )
-    for _ in range(batch):
-        length = PROMPT + rng.randrange(16)
-        prompt = [rng.randrange(vocab_size) for _ in range(length)]
-        client.add_request(client.make_request(prompt, params))
-    requests = engine.scheduler.requests
-    while any(request.first_token_time is None for request in requests.values()):
-        client.step()
-    for _ in range(WARM_UP):
-        client.step()
+    rng = random.Random(batch)
+    lengths = [PROMPT + rng.randrange(16) for _ in range(batch)]
     device: list[float] = []
-    engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
-    walls = []
-    with Watch(Moment, "wait") as waiting, Watch(ModelRunner, "_stage") as staging:
-        for _ in range(STEPS):
+    with decoding(engine, lengths, 0.6, 2 * STEPS) as client:
+        engine.observers.append(lambda plan, result, _: device.append(result.compute_seconds))
+        with Watch(Moment, "wait") as waiting, Watch(ModelRunner, "_stage") as staging:
             began = time.perf_counter()
-            client.step()
-            walls.append(time.perf_counter() - began)
-    engine.observers.clear()
-    for request_id in list(requests):
-        engine.abort_request(request_id)
-    while engine.has_unfinished:
-        engine.step()
-    wall = statistics.fmean(walls)
+            for _ in range(STEPS):
+                client.step()
+            wall = (time.perf_counter() - began) / STEPS
+        engine.observers.clear()
     return {
         "step_us": round(1e6 * wall, 1),
         "device_us": round(1e6 * statistics.fmean(device), 1),

@@ -18,8 +18,8 @@ from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
 # Weights of the newest time to plan a step: where it is above the estimate, and where it is below.
-# Of 16 steps the host may prepare one alone (worker/model_runner.py), which takes several times as
-# long as the others do. If that one takes up to 4 ms, it is planned in time, thanks to MARGIN.
+# The host may have to prepare one step of 16 in full (worker/model_runner.py), which takes several
+# times as long as the others do. If that takes up to 4 ms, it is done in time, thanks to MARGIN.
 RISING, FALLING = 0.5, 0.005
 MARGIN = 5e-4  # seconds, for variation between steps
 MIN_PROMPT_TOKENS = 16  # steps with fewer prompt tokens say nothing about the cost of a token

@@ -319,7 +319,6 @@ class ModelRunner:
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
                 if self._graphs is not None and sampling.is_plain:
                     results = self._pending.stage_results(self._draw_staging)
-        is_staged = self._stage_mark(captured)
         staged = StagedStep(
             captured,
             input_ids,
@@ -331,7 +330,7 @@ class ModelRunner:
             masked,
             sampled_rows,
             results,
-            is_staged,
+            self._stage_mark() if decodes else None,
         )
         if self._may_continue(plan, staged):
             self._continued = Continued(plan.seq_ids, staged, MOST_CONTINUED)
@@ -339,21 +338,18 @@ class ModelRunner:
 
     def _may_continue(self, plan: StepPlan, staged: StagedStep) -> bool:
         """Whether the device has all that the next step of the same sequences needs."""
-        captured = staged.captured
         return (
             self._continuing is not None
-            and captured is not None
-            and captured.mixed is None
-            and not captured.has_cascade
+            and staged.is_staged is not None
+            and staged.captured is not None
+            and not staged.captured.has_cascade
             and staged.results is not None
             and plan.sampled == plan.seq_ids
             and self._batch.are_plain(plan.seq_ids)
         )
 
-    def _stage_mark(self, captured: Captured | None) -> Tensor | None:
-        """What tells the graph of a step of decodes that it is staged; None for other steps."""
-        if captured is None or captured.mixed is not None:
-            return None
+    def _stage_mark(self) -> Tensor:
+        """What tells the graph of a step of decodes that the step is staged."""
         return self._staging.put("is_staged", np.ones(1, np.int32), 1)
 
     def _stage_inputs(
@@ -420,9 +416,7 @@ class ModelRunner:
         elif self._pending is not None:
             # Tokens that the host does not know are single, and come first.
             self._pending.fill(ids[: min(len(rows), len(ids))], rows)
-        return self._model.forward(
-            staged.input_ids, staged.positions, self._backend, staged.logits_indices
-        )
+        return self._model.forward(ids, positions, self._backend, staged.logits_indices)
 
     def _start_masks(self, masked: MaskedRows) -> PendingMasks:
         """Start to fill the step's masks; the tokens before those to be drawn are known."""
@@ -568,7 +562,7 @@ class ModelRunner:
         indices = staging.put("logits_indices", rows.astype(np.int64), len(rows))
         assert self._pending is not None, "graphs are for devices that keep tokens"
         results = self._pending.stage_results(drawing)
-        is_staged = self._stage_mark(captured)
+        is_staged = None if captured.mixed else self._stage_mark()
         staging.flush()
         drawing.flush()
         return StagedStep(

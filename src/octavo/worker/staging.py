@@ -113,7 +113,7 @@ class UploadStaging:
         assert values.ndim == 1, "flat arrays only"
         if part != "sequences" and len(values) <= self.max_num_seqs:
             name, capacity = f"few {name}", min(capacity, self.max_num_seqs)
-            part = "blocks" if part == "blocks" else "sequences"
+            part = "sequences" if part == "tokens" else part
         region = self._regions.get(name)
         if region is None:
             region = self._reserve(name, values.dtype, capacity, part)
@@ -193,15 +193,15 @@ class UploadStaging:
         self, name: str, dtype: np.dtype[Any], capacity: int, part: StagingPart
     ) -> _Region:
         num_bytes, free = capacity * dtype.itemsize, self._free
-        start = free[part]
         if part == "tokens":
-            start = (start - num_bytes) // _ALIGNMENT * _ALIGNMENT
-        end = start + num_bytes
-        has_room = end <= (self._first if part == "blocks" else free["tokens"])
-        if part == "tokens":
+            start = following = (free[part] - num_bytes) // _ALIGNMENT * _ALIGNMENT
             has_room = start >= free["sequences"]
+        else:
+            start = free[part]
+            following = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            has_room = start + num_bytes <= (self._first if part == "blocks" else free["tokens"])
         assert has_room, f"{name}: no room for {num_bytes} bytes"
-        free[part] = start if part == "tokens" else -(-end // _ALIGNMENT) * _ALIGNMENT
+        free[part], end = following, start + num_bytes
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         parts = [buffer[start:end].view(kind) for buffer in (self._device, *self._hosts)]
         hosts = [part.numpy() for part in parts[1:]]

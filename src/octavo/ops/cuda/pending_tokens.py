@@ -38,6 +38,16 @@ def fill_pending(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
 
 
 @triton.jit
+def _load_tokens(token_ids, rows, first, num_tokens, BLOCK: tl.constexpr):
+    """(places, which of them there are, tokens, rows), from `first` on."""
+    offset = first + tl.arange(0, BLOCK)
+    inside = offset < num_tokens
+    token = tl.load(token_ids + offset, mask=inside, other=0)
+    row = tl.load(rows + offset, mask=inside, other=0)
+    return offset, inside, token, row
+
+
+@triton.jit
 def _move_items(
     items, num_items, WINDOW: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -77,10 +87,7 @@ def _begin_decodes(
 ):
     continues = tl.load(is_staged) == 0
     for first in range(0, num_tokens, BLOCK):
-        offset = first + tl.arange(0, BLOCK)
-        inside = offset < num_tokens
-        token = tl.load(token_ids + offset, mask=inside, other=0)
-        row = tl.load(rows + offset, mask=inside, other=0)
+        offset, inside, token, row = _load_tokens(token_ids, rows, first, num_tokens, BLOCK)
         moves = inside & (row > 0) & continues  # row 0 is padding's
         pending = moves | (token < 0)
         tl.store(token_ids + offset, tl.load(last_tokens + row, mask=pending), mask=pending)
@@ -157,10 +164,7 @@ def _keep_tokens(
         if counter is not None:
             tl.store(target, tl.load(counter))
     for first in range(0, num_tokens, BLOCK):
-        offset = first + tl.arange(0, BLOCK)
-        inside = offset < num_tokens
-        token = tl.load(token_ids + offset, mask=inside, other=0)
-        row = tl.load(rows + offset, mask=inside, other=0)
+        offset, inside, token, row = _load_tokens(token_ids, rows, first, num_tokens, BLOCK)
         # Logits that are not finite give no token; the next step must not look for its embedding.
         tl.store(last_tokens + row, tl.maximum(token, 0), mask=inside)
         if results is not None:
