@@ -42,7 +42,7 @@ from octavo.ops.communicator import GroupCommunicator, Reduction, ReductionSite
 
 logger = logging.getLogger(__name__)
 SITES = len(ReductionSite)
-HOP_BYTES = 8e5  # what an H200's links send in the time that a second hop takes
+HOP_BYTES = 6e5  # what an H200's links send in the time that a second hop takes
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -284,8 +284,7 @@ def _as_sent(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _send(bits, peers, peer, place, inside):
-    target = tl.load(peers + peer).to(tl.pointer_type(bits.dtype))
-    tl.store(target + place, bits, mask=inside)
+    tl.store(_buffer(peers, peer, bits.dtype) + place, bits, mask=inside)
 
 
 @triton.jit
@@ -293,9 +292,16 @@ def _received(peers, place, inside, RANK: tl.constexpr, DTYPE: tl.constexpr):
     """Waits for bits from another rank, and leaves their slot EMPTY."""
     BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
     EMPTY: tl.constexpr = -2147483648 if DTYPE.primitive_bitwidth == 32 else -32768
-    source = tl.load(peers + RANK).to(tl.pointer_type(BITS)) + place
+    source = _buffer(peers, RANK, BITS) + place
     bits = tl.load(source, mask=inside, other=0, volatile=True)
     while tl.sum((bits == EMPTY).to(tl.int32), 0) > 0:
         bits = tl.load(source, mask=inside, other=0, volatile=True)
     tl.store(source, tl.full(bits.shape, EMPTY, BITS), mask=inside)
     return bits
+
+
+@triton.jit
+def _buffer(peers, rank, BITS: tl.constexpr):
+    """A site's buffer on a rank. An address that is read from memory says nothing of its alignment,
+    without which each element would be sent, and looked for, by itself."""
+    return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(BITS)), 16)
