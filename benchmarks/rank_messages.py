@@ -47,7 +47,7 @@ def make_idle(start: Start) -> tuple[Ready, Submit]:
 
     budget = MemoryBudget(0, 0, 0, 0, 0, 1, BLOCK_SIZE, 1, 0, 0)
     capacity = KVCapacity.of(budget, group_layers([FullAttention()]), start.shard.size)
-    return Ready(start.config, True, capacity), submit
+    return Ready(start.config, start.model_config, True, capacity), submit
 
 
 def decodes(count: int) -> StepPlan:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from gpu_harness import CONFIGS, device_seconds, report
+from gpu_harness import config_directory, device_seconds, report
 from torch import Tensor
 
 from octavo.layers.config import ExpertsConfig
@@ -76,7 +76,7 @@ class Model(NamedTuple):
 
 def read_model(name: str) -> Model:
     name, _, ranks = name.partition("/")
-    config = read_model_config(str(CONFIGS / name)).sharded(Shard(0, int(ranks or 1)))
+    config = read_model_config(str(config_directory(name))).sharded(Shard(0, int(ranks or 1)))
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
     none = Epilogue.NONE

@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import float12
 from octavo.layers import linear as layers_linear
 from octavo.ops.cuda.float12 import Float12Weight, pack_float12, takes_float12, unpack_float12
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.linear import LinearKernel, TorchLinear
 from octavo.worker.device.cpu import CpuDevice
 
@@ -29,6 +30,7 @@ class Hopper:
         package = "octavo.ops.cuda"
         kernel: Any = ModuleType(f"{package}.linear_hopper_float12")
         kernel.linear_float12 = self._multiply
+        kernel.takes_gates = lambda num_rows: num_rows % 16 == 0
         monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
         name = f"{package}.linear_copied"
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -51,9 +53,15 @@ class Hopper:
         kernel: LinearKernel = self.kernel(weight, is_chained)
         return kernel
 
-    def _multiply(self, x: Tensor, weight: Float12Weight, bias: Tensor | None) -> Tensor:
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Float12Weight,
+        bias: Tensor | None,
+        epilogue: Epilogue = Epilogue.NONE,
+    ) -> Tensor:
         assert x.dtype == torch.bfloat16
         assert x.stride(0) % 8 == 0
         assert 1 <= len(x) <= float12.MOST_TOKENS
         self.calls.append(len(x))
-        return F.linear(x, unpack_float12(weight), bias)
+        return apply_epilogue(F.linear(x, unpack_float12(weight), bias), epilogue)

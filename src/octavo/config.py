@@ -221,9 +221,9 @@ class EngineConfig:
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
     float12_copies: bool = True
-    """On a Hopper GPU, a model in bfloat16 has copies in 12 bits of its head and, in layers with
-    experts, of attention's projections, unless they would take more than an eighth of the memory
-    that the weights leave. Few tokens are multiplied by the copies, which have three quarters of
+    """On a Hopper GPU, a model in bfloat16 has copies in 12 bits of its head and of projections, in
+    as many layers as take no more than an eighth of the memory that the weights leave, with the
+    head; experts have none. Few tokens are multiplied by the copies, which have three quarters of
     the bytes to read. Weights of at least 2^-14 of their row's largest are the same in them;
     smaller ones are off by 2^-22 of that at most. Other devices and dtypes have no copies."""
     max_model_len: int | None = None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 PIECE_ROWS, PIECE_INPUTS = 8, 64
 MOST_TOKENS = 128
-MOST_FOLDED = 16  # tokens times a weight of few rows, whose tiles are folded
+MOST_OF_LARGE = 64  # tokens times a large weight of fewer rows than a vocabulary has
+MOST_FOLDED = 16  # tokens times others
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
+_LARGE_SIZE = 24 << 20
 
 
 def has_use(num_rows: int, size: int) -> bool:
@@ -25,12 +27,12 @@ def copy_bytes(num_rows: int, size: int) -> int:
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
 
 
-def is_faster(num_tokens: int, num_rows: int) -> bool:
-    """Whether so many tokens times W [num_rows, _], which has a copy, take less time with it.
+def most_tokens(num_rows: int, size: int) -> int:
+    """Up to how many tokens times W [num_rows, size], which has a copy, take less time with it.
 
-    Times a W of many rows, such as the head's, up to 128 tokens do; times others up to 16. One
-    token times these is left to kernels that norm their inputs, too.
+    A W of many rows, such as the head's, keeps all SMs busy with tiles that many tokens share. One
+    of fewer has tiles that are folded: the more tokens, the less that gains.
     """
     if num_rows >= MANY_ROWS:
-        return 0 < num_tokens <= MOST_TOKENS
-    return 1 < num_tokens <= MOST_FOLDED
+        return MOST_TOKENS
+    return MOST_OF_LARGE if num_rows * size >= _LARGE_SIZE else MOST_FOLDED

@@ -8,14 +8,13 @@ from itertools import count
 from os import PathLike
 from typing import Any, TypeVar, cast
 
-from octavo.config import EngineConfig, QuantizationChoice, make_config
+from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.local_client import LocalClient, LocalStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, shown
-from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.outputs import RequestOutput, SequenceDelta
@@ -467,19 +466,10 @@ def load_engine(config: EngineConfig) -> Engine:
     model_config = read_model_config(resolve_model(config.model), config.model_impl)
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
-    executor = make_executor(config, _quantized(model_config, config.quantization))
-    # With what the workers have chosen for the device.
-    model_config = _quantized(model_config, executor.config.quantization)
-    if executor.config.float12_copies:
-        model_config = model_config.with_float12_copies()
-    return Engine(executor.config, model_config, executor)
-
-
-def _quantized(model_config: ModelConfig, choice: QuantizationChoice | None) -> ModelConfig:
-    """What the loader will make of a model, as far as that is known before the device is."""
-    if choice is None or choice == "auto":
-        return model_config
-    return quantized_on_load(model_config, choice)
+    if config.quantization is not None and config.quantization != "auto":
+        model_config = quantized_on_load(model_config, config.quantization)
+    executor = make_executor(config, model_config)
+    return Engine(executor.config, executor.model_config, executor)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

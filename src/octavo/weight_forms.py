@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
@@ -170,8 +171,9 @@ def with_float12_copies(
     total: int,
     kernels: WeightKernels,
 ) -> ModelConfig:
-    """The same model with copies of weights in 12 bits, if they are asked for, the device has
-    kernels for them, and they take little of the memory that the weights leave (COPIES_SHARE).
+    """The same model with copies of weights in 12 bits, if they are asked for and the device has
+    kernels for them: of the head and of as many layers as take little of the memory that the
+    weights leave (COPIES_SHARE).
 
     Args:
         config: with `float12_copies`.
@@ -182,11 +184,13 @@ def with_float12_copies(
     """
     if not (config.float12_copies and dtype == "bfloat16" and kernels == "hopper"):
         return model_config
-    copied = model_config.with_float12_copies()
-    shard = copied.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
+    whole = model_config.with_float12_copies()
+    shard = whole.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
     weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
-    fits = shard.float12_bytes <= COPIES_SHARE * (total - weights)
-    return copied if fits else model_config
+    sizes = [sum(each.float12_bytes for each in layer) for layer in shard.copied]
+    taken = accumulate(sizes, initial=shard.head.float12_bytes)
+    fitting = sum(size <= COPIES_SHARE * (total - weights) for size in taken)
+    return model_config.with_float12_copies(fitting - 1) if fitting else model_config
 
 
 def _bytes(

@@ -203,7 +203,7 @@ def test_the_memory_command_says_what_auto_takes_and_what_is_dequantized(octavo:
     assert run.exit_code == 1
 
 
-def test_the_copy_of_the_head_is_counted(octavo: Octavo) -> None:
+def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
     def values(*options: str) -> dict[str, Any]:
         run = octavo("memory", LLAMA_8B, *options, "--json")
         found: dict[str, Any] = json.loads(run.stdout)
@@ -211,14 +211,16 @@ def test_the_copy_of_the_head_is_counted(octavo: Octavo) -> None:
 
     options = ("--float12-copies", "--no-float12-copies")
     copied, plain = (values("--gpu", "h200", each) for each in options)
-    size = 128_256 * (4096 * 3 // 2 + 4)
+    rows = 128_256 + 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    weights = 128_256 * 4096 + 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
+    size = 3 * weights // 2 + 4 * rows
     assert (copied["float12_bytes"], plain["float12_bytes"]) == (size, 0)
     assert copied["budget"]["weights"] == plain["budget"]["weights"] + size
     assert copied["kv_slots"] < plain["kv_slots"]
     rates = [each["forms"][0]["tokens_per_second"] for each in (copied, plain)]
-    assert rates[0]["1"] > 1.01 * rates[1]["1"]
+    assert rates[0]["1"] > 1.2 * rates[1]["1"]
     assert rates[0]["256"] == rates[1]["256"]
-    line = "float12 copies 751.99 MiB of the weights"
+    line = "float12 copies 10.49 GiB of the weights"
     for option, is_there in zip(options, (True, False), strict=True):
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there

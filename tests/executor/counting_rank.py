@@ -46,7 +46,7 @@ def make_counting(start: Start) -> tuple[Ready, Submit]:
 
     budget = MemoryBudget(0, 0, 0, 0, 0, 1, 16, 20, 0, 0)
     capacity = KVCapacity.of(budget, group_layers([FullAttention()]), start.shard.size)
-    return Ready(start.config, False, capacity), submit
+    return Ready(start.config, start.model_config, False, capacity), submit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Heads with a copy in 12 bits for few tokens: on a CPU by a double of the kernel, and on a GPU."""
+"""Weights with copies in 12 bits for few tokens: on a CPU by a double of the kernel, and on a
+GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from float12_doubles import Hopper
 from octavo import LLM, SamplingParams, float12
 from octavo.config import make_config
 from octavo.float12 import MOST_TOKENS
-from octavo.layers.config import ExpertsConfig, LinearConfig
+from octavo.layers.config import LinearConfig
 from octavo.layers.linear import Projection
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
@@ -26,11 +27,11 @@ from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
-from octavo.ops.epilogue import Epilogue
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.parallel import Shard
 from octavo.weight_forms import with_float12_copies
 
-PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 90)]
+PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 80)]
 
 
 @pytest.fixture
@@ -77,16 +78,11 @@ def test_tokens_are_those_of_the_rounded_head(
     sizes = sizes if name == "bart" else {"hidden_size": 64, **sizes}
     directory = model_zoo.write_model(name, tmp_path / "model", **sizes)
     with load(directory, **options) as llm:
-        assert llm.engine.config.float12_copies
+        assert llm.engine.model_config.float12_copies
         assert llm.engine.model_config.head.float12_copy
-        attentions = [
-            layer.attention
-            for layer in llm.engine.model_config.layers
-            if isinstance(layer.mlp, ExpertsConfig)
-        ]
-        assert bool(attentions) == (name in ("phimoe", "qwen3_moe"))
-        projections = [each for of in attentions for each in (of.qkv, of.output)]
-        expected = 1 + sum(each.in_features % 64 == 0 for each in projections)
+        copied = [each.float12_copy for of in llm.engine.model_config.copied for each in of]
+        assert any(copied) == ("quantization" not in options)
+        expected = 1 + sum(copied)
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == expected
         found = results(llm)
     assert hopper.calls
@@ -119,7 +115,7 @@ def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path)
     directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
     with load(directory, **options) as llm:
         assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
-        assert not llm.engine.config.float12_copies
+        assert not llm.engine.model_config.float12_copies
         assert not llm.engine.model_config.head.float12_copy
         weights = llm.engine.executor.capacity.budget.weights
     with load(directory, **{"float12_copies": True, "dtype": "bfloat16"}) as llm:
@@ -130,7 +126,7 @@ def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path)
 
 def test_other_devices_ignore_the_option() -> None:
     with load("demo") as llm:
-        assert not llm.engine.config.float12_copies
+        assert not llm.engine.model_config.float12_copies
 
 
 def test_a_head_that_is_not_finite_has_no_copy(hopper: Hopper, tmp_path: Path) -> None:
@@ -169,14 +165,21 @@ def test_few_tokens_are_multiplied_by_the_copy(
 
 
 def test_what_the_kernel_does_not_take_is_multiplied_by_the_weight(hopper: Hopper) -> None:
-    x, weight, _ = operands(8)
+    _, weight, _ = operands(8)
     kernel = hopper.kernel(weight)
     wide = torch.randn(8, 196).bfloat16()
     for given in (wide[:, :192], wide.flatten()[4 : 4 + 8 * 192].view(8, 192)):
         assert torch.equal(kernel.apply(given, None, Epilogue.NONE), F.linear(given, weight))
-    activated = kernel.apply(x, None, Epilogue.RELU)
-    assert torch.equal(activated, F.linear(x, weight).relu())
+    x = torch.randn(8, 192).bfloat16()
+    gated = kernel.apply(x, None, Epilogue.SILU_MUL)  # 40 rows: ups begin within a piece
+    assert torch.equal(gated, apply_epilogue(F.linear(x, weight), Epilogue.SILU_MUL))
     assert not hopper.calls
+    read = unpack_float12(pack_float12(weight))
+    activated = kernel.apply(x, None, Epilogue.RELU)
+    assert torch.equal(activated, F.linear(x, read).relu())
+    gated = hopper.kernel(weight[:32]).apply(x, None, Epilogue.SILU_MUL)
+    assert torch.equal(gated, apply_epilogue(F.linear(x, read[:32]), Epilogue.SILU_MUL))
+    assert hopper.calls == [8, 8]
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 64), (131, 192)])
@@ -202,8 +205,19 @@ def test_ranks_have_copies_of_their_parts() -> None:
     whole = config.head.float12_bytes
     assert whole == 128_256 * (4096 * 3 // 2 + 4)
     assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
-    assert config.float12_bytes == whole, "of the head alone"
-    assert config.least_weight_bytes(2) == plain.weight_bytes(2) + whole
+    of_layer = sum(each.float12_bytes for each in config.copied[3])
+    parameters = 6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096
+    assert of_layer == 3 * parameters // 2 + 4 * (6144 + 4096 + 2 * 14336 + 4096)
+    assert config.float12_bytes == whole + 32 * of_layer
+    assert config.least_weight_bytes(2) == plain.weight_bytes(2) + config.float12_bytes
+    some = plain.with_float12_copies(5)
+    assert [any(each.float12_copy for each in of) for of in some.copied] == [True] * 5 + [
+        False
+    ] * 27
+    assert some.float12_bytes == whole + 5 * of_layer
+    small, large = (sum(each.float12_saves(n) for each in some.copied[0]) for n in (64, 16))
+    assert 0 < small < large
+    assert some.float12_saves(64) == some.head.float12_saves(64) + 5 * small
 
 
 def test_attention_has_copies_beside_experts() -> None:
@@ -213,8 +227,7 @@ def test_attention_has_copies_beside_experts() -> None:
     expected -= attention.output.float12_bytes
     assert expected > 0
     layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.float12_bytes
-    assert config.float12_saves(1) == head, "one token is left to other kernels in layers"
-    assert config.float12_saves(2) == config.float12_saves(16) == head + layers * expected
+    assert config.float12_saves(1) == config.float12_saves(16) == head + layers * expected
     assert config.float12_saves(17) == config.float12_saves(128) == head
     assert config.float12_saves(129) == 0
     quantized = quantized_on_load(read_model_config(CONFIGS / "qwen3-30b-a3b"), "fp8")
@@ -224,27 +237,35 @@ def test_attention_has_copies_beside_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "total", "kernels", "has_copies"),
+    ("options", "dtype", "total", "kernels", "num_layers"),
     [
-        ({}, "bfloat16", 80 * GB, "hopper", True),
-        ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", False),
-        ({}, "float16", 80 * GB, "hopper", False),
-        ({}, "bfloat16", 80 * GB, "ada", False),
-        ({}, "bfloat16", 80 * GB, "cpu", False),
-        ({}, "bfloat16", 23 * GB, "hopper", True),  # 0.79 GB of 7 beside 16 GB of weights
-        ({}, "bfloat16", 22 * GB, "hopper", False),
-        ({}, "bfloat16", 10 * GB, "hopper", False),  # fewer than the weights take
-        ({"tensor_parallel_size": 2}, "bfloat16", 12 * GB, "hopper", True),
+        ({}, "bfloat16", 126 * GB, "hopper", 32),  # 11.3 GB of 110 beside 16 GB of weights
+        ({}, "bfloat16", 80 * GB, "hopper", 22),  # 0.79 GB and 22 times 0.33 of 64
+        ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", None),
+        ({}, "float16", 80 * GB, "hopper", None),
+        ({}, "bfloat16", 80 * GB, "ada", None),
+        ({}, "bfloat16", 80 * GB, "cpu", None),
+        ({}, "bfloat16", 23 * GB, "hopper", 0),  # 0.79 GB of 7
+        ({}, "bfloat16", 22 * GB, "hopper", None),
+        ({}, "bfloat16", 10 * GB, "hopper", None),  # fewer than the weights take
+        ({"tensor_parallel_size": 2}, "bfloat16", 12 * GB, "hopper", 0),
     ],
 )
 def test_who_has_copies(
-    options: dict[str, Any], dtype: str, total: int, kernels: WeightKernels, has_copies: bool
+    options: dict[str, Any],
+    dtype: str,
+    total: int,
+    kernels: WeightKernels,
+    num_layers: int | None,
 ) -> None:
+    """num_layers: beside the head; None: no copies."""
     model = read_model_config(CONFIGS / "llama-3-8b")
     config = make_config(str(CONFIGS / "llama-3-8b"), **options)
     made = with_float12_copies(config, model, dtype, total, kernels)
-    assert made.head.float12_copy == has_copies
-    assert has_copies or made is model
+    if num_layers is None:
+        assert made is model
+    else:
+        assert made == model.with_float12_copies(num_layers)
 
 
 @pytest.mark.gpu

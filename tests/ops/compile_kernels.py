@@ -183,17 +183,25 @@ def projections() -> None:
 def few_float12() -> None:
     """Few tokens times 12 bits, with tiles of each kind."""
     from octavo.ops.cuda.float12 import pack_float12
-    from octavo.ops.cuda.linear_hopper_float12 import choose_float12_tiles, linear_float12
+    from octavo.ops.cuda.linear_hopper_float12 import (
+        Float12Tiles,
+        choose_float12_tiles,
+        linear_float12,
+    )
+    from octavo.ops.epilogue import Epilogue
 
     weight = pack_float12(torch.zeros(512, 1024, dtype=torch.bfloat16))
     x, bias = (torch.zeros(128, 1024).bfloat16(), torch.zeros(512).bfloat16())
     many = 1 << 17  # rows, so that tiles are not folded
     for num_tokens in (1, 16, 32, 64, 128) if has_all else (8, 128):
-        tiles = choose_float12_tiles(num_tokens, many, 264)
-        linear_float12(x[:num_tokens], weight, None, tiles)
+        tiles = choose_float12_tiles(num_tokens, many, 1024, 132)
+        linear_float12(x[:num_tokens], weight, None, tiles=tiles)
+        if num_tokens <= 64:
+            linear_float12(x[:num_tokens], weight, None, Epilogue.SILU_MUL, tiles)
     for num_tokens, fold in ((8, 4), (8, 2), (16, 4), (16, 2)) if has_all else ((8, 4),):
-        tiles = choose_float12_tiles(num_tokens, 64 * 264 // fold, 264)
-        linear_float12(x[:num_tokens], weight, bias, tiles)
+        tiles = Float12Tiles(num_tokens, fold=fold)
+        linear_float12(x[:num_tokens], weight, bias, tiles=tiles)
+        linear_float12(x[:num_tokens], weight, bias, Epilogue.GELU_TANH_MUL, tiles)
 
 
 def quantized_projections() -> None:

@@ -73,7 +73,7 @@ class RanksExecutor:
     is_asynchronous = False
 
     def __init__(self, ranks: Ranks, config: EngineConfig, model_config: ModelConfig) -> None:
-        self.config = config
+        self.config, self.model_config = config, model_config
         self._ranks = ranks
         self._key = next(_keys)
         made = ranks.call(_make_worker, self._key, config, model_config)

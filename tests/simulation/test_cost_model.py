@@ -98,13 +98,19 @@ def test_a_mixture_of_experts_is_priced_by_what_its_tokens_take() -> None:
 def test_a_copy_of_the_head_is_read_for_few_rows_of_logits() -> None:
     config = find_model(str(CONFIGS / "llama-3-8b"))
     plain = ModelSize.of(config, "bfloat16")
-    copied = ModelSize.of(config.with_float12_copies(), "bfloat16")
+    copied = ModelSize.of(config.with_float12_copies(0), "bfloat16")
     assert copied.weight_bytes == plain.weight_bytes
     quarter = 2 * 128_256 * 4096 / 4
     for num_tokens, num_logits, saved in [(1, 1, quarter), (64, 64, quarter), (500, 128, quarter)]:
         read = copied.read_bytes(num_tokens, num_logits)
         assert plain.read_bytes(num_tokens, num_logits) - read == pytest.approx(saved, rel=3e-3)
     assert copied.read_bytes(129, 129) == plain.read_bytes(129, 129)
+    copied = ModelSize.of(config.with_float12_copies(10), "bfloat16")
+    large, small = 2 * (6144 * 4096 + 3 * 14336 * 4096) / 4, 2 * 4096 * 4096 / 4
+    for num_tokens, saved in [(1, large + small), (16, large + small), (17, large), (65, 0)]:
+        read = copied.read_bytes(num_tokens, 1)
+        expected = quarter + 10 * saved
+        assert plain.read_bytes(num_tokens, 1) - read == pytest.approx(expected, rel=3e-3)
 
 
 AMOUNTS = [field.name for field in fields(StepShape)]

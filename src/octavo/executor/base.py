@@ -9,6 +9,7 @@ from octavo.config import EngineConfig
 from octavo.core.kv.specs import KVLayout
 from octavo.core.step import PendingStep, StepPlan
 from octavo.memory_budget import MemoryBudget
+from octavo.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +80,9 @@ class DeviceExecutor(Executor, Protocol):
     @property
     def config(self) -> EngineConfig:
         """The settings, with those that follow from the devices."""
+        ...
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The whole model, as the devices have its weights."""
         ...

@@ -31,6 +31,7 @@ class LocalExecutor:
         self.is_asynchronous = device.is_asynchronous
         self._worker = Worker(device.adapt(config), model_config, device, SingleRank())
         self.config = self._worker.config
+        self.model_config = self._worker.model_config
         self.capacity = KVCapacity.of(
             self._worker.budget, self._worker.layout, device_name=device.name
         )

@@ -46,6 +46,7 @@ class Ready:
     """A rank that can compute."""
 
     config: EngineConfig  # with what follows from the device
+    model_config: ModelConfig  # the whole model, as the device has its weights
     is_asynchronous: bool
     capacity: KVCapacity  # of all ranks; the budget is this one's
 

@@ -77,9 +77,9 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     own = replace(config, owns_process=True)
     worker = Worker(own, start.model_config, device, communicator)
     capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size, device.name)
-    made = worker.config
-    config = replace(config, quantization=made.quantization, float12_copies=made.float12_copies)
-    return Ready(config, device.is_asynchronous, capacity), worker.runner.submit
+    config = replace(config, quantization=worker.config.quantization)
+    ready = Ready(config, worker.model_config, device.is_asynchronous, capacity)
+    return ready, worker.runner.submit
 
 
 def end_with(connection: socket.socket) -> None:

@@ -36,6 +36,7 @@ class ShardedExecutor:
         self._ranks = RankGroup(config, model_config, launcher)
         first = self._ranks.ready[0]
         self.config = first.config
+        self.model_config = first.model_config
         self.is_asynchronous = first.is_asynchronous
         self.capacity = first.capacity
         if config.owns_process and first.is_asynchronous:

@@ -124,9 +124,16 @@ class LinearConfig:
 
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy."""
-        if not (self.float12_copy and float12.is_faster(num_tokens, self.out_features)):
+        if num_tokens > self.most_copied_tokens:
             return 0
         return 2 * self.out_features * self.in_features - self.float12_bytes
+
+    @property
+    def most_copied_tokens(self) -> int:
+        """How many tokens are multiplied by the copy at most; 0: there is none."""
+        if not self.float12_copy:
+            return 0
+        return float12.most_tokens(self.out_features, self.in_features)
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:
@@ -306,6 +313,7 @@ class MLPConfig:
     activation: Activation
     bias: bool = False
     linear_method: str = "plain"  # of its projections
+    float12_copies: bool = False  # whether its projections have them (LinearConfig)
     shard: Shard = WHOLE  # which part of the intermediate elements these are
 
     def sharded(self, shard: Shard) -> MLPConfig:
@@ -320,23 +328,25 @@ class MLPConfig:
     @property
     def up(self) -> LinearConfig:
         merged = 2 if self.kind == "gated" else 1
-        return LinearConfig(
+        up = LinearConfig(
             self.hidden_size,
             (self.intermediate_size,) * merged,
             self.bias,
             self.linear_method,
             out_shards=(self.shard,) * merged,
         )
+        return up.with_float12_copy() if self.float12_copies else up
 
     @property
     def down(self) -> LinearConfig:
-        return LinearConfig(
+        down = LinearConfig(
             self.intermediate_size,
             (self.hidden_size,),
             self.bias,
             self.linear_method,
             in_shard=self.shard,
         )
+        return down.with_float12_copy() if self.float12_copies else down
 
     @property
     def num_parameters(self) -> int:

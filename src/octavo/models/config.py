@@ -7,8 +7,9 @@ them. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -104,11 +105,19 @@ class LayerConfig:
         )
 
     def with_float12_copies(self) -> LayerConfig:
-        """The same layer with copies in 12 bits of attention's projections, if it has experts:
-        beside them, copies take little memory."""
-        if not isinstance(self.mlp, ExpertsConfig):
-            return self
-        return replace(self, attention=replace(self.attention, float12_copies=True))
+        """The same layer with copies in 12 bits of the projections of attention, and of a
+        feed-forward block without experts."""
+        mlp = self.mlp
+        if isinstance(mlp, MLPConfig):
+            mlp = replace(mlp, float12_copies=True)
+        return replace(self, attention=replace(self.attention, float12_copies=True), mlp=mlp)
+
+    @property
+    def copied(self) -> tuple[LinearConfig, ...]:
+        """All that may have copies in 12 bits."""
+        attention = (self.attention.qkv, self.attention.output)
+        own = (self.mlp.up, self.mlp.down) if isinstance(self.mlp, MLPConfig) else ()
+        return attention + own
 
     @property
     def num_parameters(self) -> int:
@@ -288,19 +297,17 @@ class ModelDescription:
     @property
     def float12_bytes(self) -> int:
         """What all copies in 12 bits take."""
-        return sum(each.float12_bytes for each in self._copied)
+        return sum(each.float12_bytes for each in (self.head, *chain(*self.copied)))
 
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each."""
-        return sum(each.float12_saves(num_tokens) for each in self._copied)
+        return sum(each.float12_saves(num_tokens) for each in (self.head, *chain(*self.copied)))
 
     @property
-    def _copied(self) -> Iterator[LinearConfig]:
-        """All that may have copies in 12 bits."""
-        yield self.head
-        for layer in self.layers:
-            yield from (layer.attention.qkv, layer.attention.output)
+    def copied(self) -> tuple[tuple[LinearConfig, ...], ...]:
+        """Of each layer, all that may have copies in 12 bits."""
+        return tuple(layer.copied for layer in self.layers)
 
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
@@ -485,12 +492,13 @@ class ModelConfig(ModelDescription):
             saved.append(int((dtype_bytes - taken) * number * is_kept))
         return saved[0], saved[1]
 
-    def with_float12_copies(self) -> ModelConfig:
-        """The same model with copies in 12 bits of the head and, in layers with experts, of
-        attention's projections that are not quantized, where their shapes take them."""
-        layers, quantization = self.layers, self.quantization
+    def with_float12_copies(self, num_layers: int | None = None) -> Self:
+        """The same model with copies in 12 bits of the head and, in the first so many layers (None:
+        in all), of projections that are not quantized, where their shapes take them."""
+        quantization, layers = self.quantization, self.layers
         if quantization is None or quantization.weight_bytes is None:
-            layers = tuple(each.with_float12_copies() for each in layers)
+            copied = (each.with_float12_copies() for each in layers[:num_layers])
+            layers = (*copied, *layers[num_layers:]) if num_layers is not None else tuple(copied)
         return replace(self, float12_copies=True, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:

@@ -228,6 +228,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         decoding_rules=_decoding_rules(config, generation, reading.description.vocab_size),
         parameters=reading.parameters,
         table_width=reading.table_width,
+        projections=reading.projections,
     )
 
 

@@ -13,7 +13,9 @@ other. The formula never decreases when a step has more of anything.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 
 from octavo import float12
 from octavo.config import DTYPE_BYTES
@@ -116,6 +118,8 @@ class ModelSize:
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
     copy_saves: int = 0  # bytes fewer than the head has its copy in 12 bits, for few rows of logits
+    # The same of layers: up to how many tokens, and how many bytes.
+    layer_copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
@@ -140,13 +144,24 @@ class ModelSize:
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
             copy_saves=model.head.float12_saves(1),
+            layer_copies=_layer_copies(model),
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Of weights, by a step of so many tokens and rows of logits, if all choices of experts are
         equally likely."""
         saved = self.copy_saves if num_logits <= float12.MOST_TOKENS else 0
+        saved += sum(size for most, size in self.layer_copies if num_tokens <= most)
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
+
+
+def _layer_copies(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """See ModelSize.layer_copies."""
+    saves: Counter[int] = Counter()
+    for each in chain(*model.copied):
+        most = each.most_copied_tokens
+        saves[most] += each.float12_saves(most)
+    return tuple(sorted((most, saved) for most, saved in saves.items() if saved))
 
 
 class CostModel:

@@ -57,8 +57,8 @@ class Worker:
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
-        # With the quantization that "auto" stands for, and whether weights have copies.
-        self.config = config
+        # With the quantization that "auto" stands for, and with copies of weights.
+        self.config, self.model_config = config, model_config
         model_config = model_config.sharded(communicator.shard)
         _warn_of_dequantized(config, model_config, dtype, device)
         backend_class = device.resolve_backend(config.attention_backend)
@@ -147,8 +147,8 @@ def _with_chosen(
     device: Device,
     communicator: Communicator,
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Both with what `quantization="auto"` stands for, and whether weights have copies: the same on
-    all ranks, by the memory of the rank that has the least."""
+    """Both with what `quantization="auto"` stands for, and with copies of weights: the same on all
+    ranks, by the memory of the rank that has the least."""
     own = torch.tensor([device.total_memory(config)], device=device.torch_device)
     total = int(communicator.all_gather(own).amin())
     kernels, name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
@@ -159,8 +159,7 @@ def _with_chosen(
         if choice.quantization is not None:
             model_config = quantized_on_load(model_config, choice.quantization)
         config = replace(config, quantization=choice.quantization)
-    model_config = with_float12_copies(config, model_config, name, total, kernels)
-    return replace(config, float12_copies=model_config.float12_copies), model_config
+    return config, with_float12_copies(config, model_config, name, total, kernels)
 
 
 def _warn_of_dequantized(

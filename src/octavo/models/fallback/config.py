@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from octavo.errors import ConfigError
+from octavo.layers.config import LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import OPTION, Shard
 
@@ -20,6 +22,8 @@ class TransformersConfig(ModelConfig):
     model_class: str = "octavo.models.fallback.model:TransformersLM"
     parameters: int  # of the whole model; tied ones count once
     table_width: int  # float32 numbers that tables of rotary embeddings hold for each position
+    projections: tuple[tuple[LinearConfig, ...], ...]  # of each layer, by its number in the paths
+    num_copied_layers: int = 0  # the first ones, whose projections have copies in 12 bits
 
     def sharded(self, shard: Shard) -> TransformersConfig:
         """See ModelDescription.sharded. Raises ConfigError for more than one rank."""
@@ -30,6 +34,18 @@ class TransformersConfig(ModelConfig):
                 f"transformers: only families of octavo's own are divided",
             )
         return self
+
+    def with_float12_copies(self, num_layers: int | None = None) -> Self:
+        """See ModelConfig.with_float12_copies."""
+        count = len(self.projections) if num_layers is None else num_layers
+        return replace(self, float12_copies=True, num_copied_layers=count)
+
+    @property
+    def copied(self) -> tuple[tuple[LinearConfig, ...], ...]:
+        """See ModelDescription.copied."""
+        count = self.num_copied_layers
+        copied = (tuple(each.with_float12_copy() for each in of) for of in self.projections[:count])
+        return (*copied, *self.projections[count:])
 
     def num_parameters(self) -> int:
         """See ModelDescription.num_parameters."""

@@ -14,6 +14,7 @@ from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.fallback.build import Built, build, quiet
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
+from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.experts import group_experts
 from octavo.models.fallback.paged import PAGED_LAYER, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
@@ -35,6 +36,7 @@ class TransformersLM(CausalLM):
         """`config`: a TransformersConfig."""
         super().__init__()
         assert communicator.shard.size == 1, "TransformersConfig.sharded has refused it"
+        assert isinstance(config, TransformersConfig)
         self._config = config
         self._step = Step()
 
@@ -68,7 +70,7 @@ class TransformersLM(CausalLM):
         for module, rotary in rotaries.items():
             rotary.to_device(device)
             built.model.set_submodule(built.paths[module], rotary)
-        owners = replace_modules(built, dtype, config.float12_copies)
+        owners = replace_modules(built, dtype, config)
         group_experts(built.model)
         _tie(built.model, parameters, owners)
         made = _with_memory(built.model, owners, dtype, device)

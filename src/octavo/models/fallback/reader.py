@@ -10,10 +10,11 @@ import transformers
 
 from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
+from octavo.layers.config import AttentionConfig, LinearConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.fallback.build import Built, build, is_known
 from octavo.models.fallback.recording import AttentionCall
+from octavo.models.fallback.replacing import layer_number, linear_config, merged_linears
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Reading:
     architecture: str
     parameters: int
     table_width: int
+    projections: tuple[tuple[LinearConfig, ...], ...]
     bos_token_id: object
     eos_token_id: object
 
@@ -75,9 +77,20 @@ def read(directory: Path, config: Fields) -> Reading:
         architecture=architecture,
         parameters=sum(each.numel() for each in own.values()),
         table_width=3 * built.recording.table_width,
+        projections=_projections(built),
         bos_token_id=getattr(hf_config, "bos_token_id", None),
         eos_token_id=getattr(hf_config, "eos_token_id", None),
     )
+
+
+def _projections(built: Built) -> tuple[tuple[LinearConfig, ...], ...]:
+    """See TransformersConfig."""
+    by_layer: dict[int, list[LinearConfig]] = {}
+    for linears in merged_linears(built):
+        number = layer_number(built.paths[linears[0]])
+        if number is not None:
+            by_layer.setdefault(number, []).append(linear_config(linears))
+    return tuple(tuple(by_layer.get(i, ())) for i in range(max(by_layer, default=-1) + 1))
 
 
 def _is_own_name(name: str) -> bool:

@@ -21,6 +21,7 @@ from octavo.layers.config import LinearConfig, NormConfig
 from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import make_norm
 from octavo.models.fallback.build import Built, output_embeddings
+from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.recording import RotationCall
 from octavo.ops import RotaryTable
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -157,28 +158,40 @@ class Rotary(nn.Module):
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
 
-def replace_modules(built: Built, dtype: torch.dtype, float12_copies: bool = False) -> Owners:
+def replace_modules(
+    built: Built, dtype: torch.dtype, config: TransformersConfig | None = None
+) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
-    float12_copies: see ModelDescription.
+    config: says which projections have copies in 12 bits; None: none.
 
     Returns:
         The layers that own weights.
     """
     owners: Owners = []
     _replace_norms(built, dtype, owners)
-    _replace_feed_forward(built, owners)
-    _replace_linears(built, dtype, float12_copies, owners)
+    _replace_feed_forward(built, config, owners)
+    _replace_linears(built, dtype, config, owners)
     return owners
 
 
 # ---------------------------------------------------------------- projections
 
 
-def _replace_linears(
-    built: Built, dtype: torch.dtype, float12_copies: bool, owners: Owners
-) -> None:
-    found, paths, model = built.recording.linears, built.paths, built.model
+def layer_number(path: str) -> int | None:
+    """Of the layer that a module is in, by its path; None: it is in none."""
+    return next((int(part) for part in path.split(".") if part.isdecimal()), None)
+
+
+def linear_config(linears: Sequence[nn.Linear]) -> LinearConfig:
+    """Of one projection, or of several of one input, merged."""
+    first, sizes = linears[0], tuple(each.out_features for each in linears)
+    return LinearConfig(first.in_features, sizes, first.bias is not None)
+
+
+def merged_linears(built: Built) -> list[list[nn.Linear]]:
+    """The projections of the model, those of one input together."""
+    found, model = built.recording.linears, built.model
     parents = {child: module for module in model.modules() for child in module.children()}
     groups: dict[object, list[nn.Linear]] = {}
     shared = _shared(model)
@@ -192,24 +205,42 @@ def _replace_linears(
     head = output_embeddings(model)
     if type(head) is nn.Linear:
         groups[head] = [head]
-    for linears in groups.values():
+    return list(groups.values())
+
+
+def _replace_linears(
+    built: Built, dtype: torch.dtype, config: TransformersConfig | None, owners: Owners
+) -> None:
+    paths, model = built.paths, built.model
+    parents = {child: module for module in model.modules() for child in module.children()}
+    head = output_embeddings(model)
+    for linears in merged_linears(built):
         if any(each.weight.dtype != dtype for each in linears):
             continue
         names = tuple(paths[each] for each in linears)
-        sizes = tuple(each.out_features for each in linears)
-        first = linears[0]
-        config = LinearConfig(first.in_features, sizes, first.bias is not None)
-        is_copied = float12_copies and first is head
-        method = make_linear(config.with_float12_copy() if is_copied else config)
+        first, described = linears[0], _with_copy(linears, names[0], config, linears[0] is head)
+        method = make_linear(described)
         owners.append((method, names))
         if len(linears) == 1:
             _put(model, names[0], Projection(method, first))
             continue
-        whole = MergedProjections(method, sizes)
+        whole = MergedProjections(method, described.out_sizes)
         for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
             _put(model, name, ProjectionPart(whole, number, linear))
         # One place in the tree, so that it is found among the model's modules.
         parents[first].add_module("octavo_" + names[0].rpartition(".")[2], whole)
+
+
+def _with_copy(
+    linears: Sequence[nn.Linear], path: str, config: TransformersConfig | None, is_head: bool
+) -> LinearConfig:
+    """What projections with that path are, with a copy in 12 bits if they are to have one."""
+    described, number = linear_config(linears), layer_number(path)
+    if config is None:
+        return described
+    in_copied = number is not None and number < config.num_copied_layers
+    is_copied = config.float12_copies if is_head else in_copied
+    return described.with_float12_copy() if is_copied else described
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
@@ -244,7 +275,7 @@ class _Stub(nn.Module):
         return self.result
 
 
-def _replace_feed_forward(built: Built, owners: Owners) -> None:
+def _replace_feed_forward(built: Built, config: TransformersConfig | None, owners: Owners) -> None:
     found, shared = built.recording.linears, _shared(built.model)
     for path, module in list(built.model.named_modules()):
         linears = [(n, c) for n, c in module.named_children() if type(c) is nn.Linear]
@@ -260,14 +291,12 @@ def _replace_feed_forward(built: Built, owners: Owners) -> None:
             continue
         ups, epilogue, down = matched
         children = dict(linears)
-        first, last = children[ups[0]], children[down]
         has_biases = {children[name].bias is not None for name in ups}
         if len(has_biases) != 1:
             continue
-        up_sizes = tuple(children[name].out_features for name in ups)
-        up = make_linear(LinearConfig(first.in_features, up_sizes, first.bias is not None))
-        last_config = LinearConfig(last.in_features, (last.out_features,), last.bias is not None)
-        down_method = make_linear(last_config)
+        into = [children[name] for name in ups]
+        up = make_linear(_with_copy(into, path, config, is_head=False))
+        down_method = make_linear(_with_copy([children[down]], path, config, is_head=False))
         owners.append((up, tuple(f"{path}.{name}" for name in ups)))
         owners.append((down_method, (f"{path}.{down}",)))
         _put(built.model, path, FeedForward(up, epilogue, down_method))

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import float12
 from octavo.ops.cuda.float12 import pack_float12
 from octavo.ops.cuda.linear import CudaLinear
-from octavo.ops.cuda.linear_hopper_float12 import linear_float12
+from octavo.ops.cuda.linear_hopper_float12 import linear_float12, takes_gates
 from octavo.ops.epilogue import Epilogue
 
 
@@ -30,8 +30,8 @@ class CopiedLinear(CudaLinear):
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
-        if epilogue == Epilogue.NONE and self._is_copy_faster(x):
-            return linear_float12(x, self._copy, bias)
+        if self._is_copy_faster(x) and self._takes(epilogue):
+            return linear_float12(x, self._copy, bias, epilogue)
         return super().apply(x, bias, epilogue)
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,10 +40,14 @@ class CopiedLinear(CudaLinear):
             return linear_float12(x, self._copy, bias)
         return super().apply_partial(x, bias)
 
+    def _takes(self, epilogue: Epilogue) -> bool:
+        """Whether the copy's kernel computes W with that."""
+        return not epilogue.is_gated or takes_gates(self._copy.shape[0])
+
     def _is_copy_faster(self, x: Tensor) -> bool:
         """Whether it is, and its kernel takes such inputs, which it loads by whole 16 bytes."""
         return (
-            float12.is_faster(len(x), self._copy.shape[0])
+            0 < len(x) <= float12.most_tokens(*self._copy.shape)
             and x.dtype == torch.bfloat16
             and x.stride(1) == 1
             and x.stride(0) % 8 == 0

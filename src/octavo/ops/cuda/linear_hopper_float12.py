@@ -8,12 +8,13 @@ A tile has 64 rows of the left operand for each warpgroup. With FOLD > 1 they ar
 rows of W, with FOLD pieces of inputs each below each other; the right operand has the inputs of
 these pieces beside each other, and the diagonal of the products counts. So even a W of few rows
 keeps all SMs busy, without sums that programs would have to add up. A program may have HEIGHT
-tiles, which share inputs.
+tiles, which share inputs. If W has gates, half of a tile's rows are gates, and half are what these
+gate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import triton
@@ -28,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.float12 import MOST_FOLDED, PIECE_INPUTS, PIECE_ROWS
+from octavo.float12 import MANY_ROWS, MOST_FOLDED, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weight
 from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, _finish, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
@@ -42,6 +43,7 @@ _MOST_REGISTERS = 255  # of a thread
 _MOST_STAGES = 16
 _SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
 _TILE_PIECES = 8  # of a warpgroup
+_FEWEST_STAGES = 4
 
 _INPUTS = tl.constexpr(PIECE_INPUTS)
 _ROWS = tl.constexpr(PIECE_ROWS)
@@ -49,7 +51,6 @@ _WORDS = tl.constexpr(PIECE_WORDS)
 _SIGNS = tl.constexpr(_SIGN_WORDS)
 _EXPONENTS = tl.constexpr(_EXPONENT_WORDS)
 _PIECES = tl.constexpr(_TILE_PIECES)
-_NO_EPILOGUE = tl.constexpr(int(Epilogue.NONE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Float12Tiles:
     warpgroups: int = 1  # that multiply: 1 or 2
     blocks: int = 2  # in a stage, of 64 inputs, with `fold` of so many times more
     fold: int = 1  # pieces of inputs that share a tile's rows: 1, 2 or 4
-    height: int = 1  # tiles that share inputs; 1 with a fold
+    height: int = 1  # tiles that share inputs; 1 with a fold, or with gates
     per_sm: int = 2  # programs that fit on one SM
 
     @property
@@ -84,41 +85,85 @@ class Float12Tiles:
 
 
 @cache
-def choose_float12_tiles(num_tokens: int, num_rows: int, num_programs: int) -> Float12Tiles:
-    """The tiles for up to 128 tokens; num_programs: that are at work at the same time, two per
-    SM."""
+def choose_float12_tiles(num_tokens: int, num_rows: int, size: int, num_sms: int) -> Float12Tiles:
+    """The tiles for up to 128 tokens times W [num_rows, size].
+
+    Measured on an H100 (2026-11-26 and 27) with the heads and projections of seven models.
+    """
     tokens = max(8, triton.next_power_of_2(num_tokens))
-    if tokens <= MOST_FOLDED:
-        folds = (fold for fold in (4, 2) if triton.cdiv(fold * num_rows, 64) <= num_programs)
-        fold = next(folds, 1)
-        return Float12Tiles(tokens, fold=fold, blocks=1 if tokens * fold > 32 else 2)
-    # A program reads x for all of its rows: the more tokens, the more rows it should have.
-    if tokens <= 64:
-        return Float12Tiles(tokens, warpgroups=2)
-    return Float12Tiles(tokens, warpgroups=2, blocks=1, height=2, per_sm=1)
+    if num_rows >= MANY_ROWS and tokens > MOST_FOLDED:
+        # A program reads x for all of its rows: the more tokens, the more rows it should have.
+        if tokens <= 64:
+            return Float12Tiles(tokens, warpgroups=2)
+        return Float12Tiles(tokens, warpgroups=2, blocks=1, height=2, per_sm=1)
+    num_tiles = triton.cdiv(num_rows, 64)
+    choose = _folds_of_few if tokens <= MOST_FOLDED else _folds_of_more
+    fold, per_sm = choose(num_tiles, num_sms)
+    tiles = Float12Tiles(tokens, fold=fold, per_sm=per_sm)
+    in_flight = min(_FEWEST_STAGES, tiles.steps(size))
+    return tiles if tiles.stages(size) >= in_flight else replace(tiles, blocks=1)
+
+
+def _folds_of_few(num_tiles: int, num_sms: int) -> tuple[int, int]:
+    """The fold, and programs on an SM, for up to 16 tokens: two, or three where two would leave
+    places empty, or the last of them would be alone."""
+    if num_sms < num_tiles <= 1.4 * num_sms:
+        return 2, 3
+    if 2 * num_sms < num_tiles <= 3 * num_sms:
+        return 1, 3
+    return next((fold for fold in (4, 2) if fold * num_tiles <= 2 * num_sms), 1), 2
+
+
+def _folds_of_more(num_tiles: int, num_sms: int) -> tuple[int, int]:
+    """The same for 17 to 64 tokens, which need more memory beside a fold: one program, if there are
+    no more."""
+    if 2 * num_sms < num_tiles <= 3 * num_sms:
+        return 1, 3
+    if num_tiles > num_sms:
+        return 1, 2
+    if 2 * num_tiles <= num_sms:
+        return 2, 1
+    return (2, 2) if num_tiles < 0.75 * num_sms else (1, 1)
+
+
+def takes_gates(num_rows: int) -> bool:
+    """Whether W [num_rows, size] may have gates: ups begin with a piece of their own."""
+    return num_rows % (2 * PIECE_ROWS) == 0
 
 
 def linear_float12(
-    x: Tensor, weight: Float12Weight, bias: Tensor | None, tiles: Float12Tiles | None = None
+    x: Tensor,
+    weight: Float12Weight,
+    bias: Tensor | None,
+    epilogue: Epilogue = Epilogue.NONE,
+    tiles: Float12Tiles | None = None,
 ) -> Tensor:
-    """x W^T + b: bfloat16 [num_tokens, out_features].
+    """epilogue(x W^T + b): bfloat16 [num_tokens, out_features], half as wide if it is gated.
 
     Args:
-        x: bfloat16 [num_tokens, in_features] of up to 128 tokens; rows aligned to 16 bytes.
+        x: bfloat16 [num_tokens, in_features] of up to 128 tokens, 64 with gates; rows aligned to 16
+            bytes.
+        weight: with gates, one that takes_gates.
         bias: [out_features].
         tiles: by default those that `choose_float12_tiles` names.
     """
     (num_tokens, size), (num_rows, _) = x.shape, weight.shape
     if tiles is None:
-        tiles = choose_float12_tiles(num_tokens, num_rows, 2 * num_sms(x.device))
+        tiles = choose_float12_tiles(num_tokens, num_rows, size, num_sms(x.device))
     assert num_tokens <= tiles.tokens
     assert size == weight.shape[1]
+    halves = 1
+    if epilogue.is_gated:
+        assert tiles.height == 1
+        assert takes_gates(num_rows)
+        halves, num_rows = 2, num_rows // 2
     out = x.new_empty((num_tokens, num_rows))
     warps = 4 * tiles.warpgroups
     registers = _REGISTERS // (32 * (warps + 4) * tiles.per_sm) // 8 * 8
-    pieces = tiles.rows // PIECE_ROWS  # in a box, which W and shared memory have in the same order
+    # In a box, which W and shared memory have in the same order.
+    pieces = tiles.rows // PIECE_ROWS // halves
     words = weight.words.view(len(weight.words), -1)
-    linear_float12_kernel[(triton.cdiv(num_rows, tiles.rows),)](
+    linear_float12_kernel[(triton.cdiv(halves * num_rows, tiles.rows),)](
         swizzled_descriptor(x, [tiles.tokens, PIECE_INPUTS], 128),
         swizzled_descriptor(words, [pieces, _SIGN_WORDS], 0),
         swizzled_descriptor(words, [pieces, _EXPONENT_WORDS], 0),
@@ -132,6 +177,8 @@ def linear_float12(
         BLOCKS=tiles.blocks,
         FOLD=tiles.fold,
         HEIGHT=tiles.height,
+        EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=warps,
         maxnreg=min(registers, _MOST_REGISTERS),
@@ -166,18 +213,21 @@ _UNPACK = tl.constexpr(_unpacking())
 
 @gluon.jit
 def _fetch_weights(
-    sources, buffers, bar, piece, stage, step, BLOCKS: gl.constexpr, FOLD: gl.constexpr
+    sources, buffers, bar, firsts, stage, step, BLOCKS: gl.constexpr, FOLD: gl.constexpr
 ):
-    """Load a stage's words, by block and by piece of inputs, of a program's pieces, of which
-    `piece` is the first."""
+    """Load a stage's words, by block and by piece of inputs, of a program's pieces, from each of
+    `firsts` on."""
     signs, exponents = sources
     sign_tiles, exponent_tiles = buffers
+    HALVES: gl.constexpr = len(firsts)
     for j in gl.static_range(BLOCKS * FOLD):
-        place = stage * (BLOCKS * FOLD) + j
         word = (step * (BLOCKS * FOLD) + j) * _WORDS
-        _fetch_tile(signs, [piece, word], bar.index(stage), sign_tiles.index(place))
-        word += _SIGNS
-        _fetch_tile(exponents, [piece, word], bar.index(stage), exponent_tiles.index(place))
+        for half in gl.static_range(HALVES):
+            place = (stage * (BLOCKS * FOLD) + j) * HALVES + half
+            at = [firsts[half], word]
+            _fetch_tile(signs, at, bar.index(stage), sign_tiles.index(place))
+            at = [firsts[half], word + _SIGNS]
+            _fetch_tile(exponents, at, bar.index(stage), exponent_tiles.index(place))
 
 
 @gluon.jit
@@ -191,15 +241,15 @@ def _fetch_inputs(x, x_tiles, bar, stage, step, PIECES: gl.constexpr):
 @gluon.jit
 def _produce(loads, BLOCKS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr):
     """The partition that loads."""
-    x, sources, x_tiles, buffers, barriers, piece, count = loads
+    x, sources, x_tiles, buffers, barriers, firsts, count = loads
     ready, free = barriers
     STAGES: gl.constexpr = ready.shape[0]
     OF_WORDS: gl.constexpr = sources[0].block_type.nbytes + sources[1].block_type.nbytes
-    BYTES: gl.constexpr = BLOCKS * FOLD * (OF_WORDS + x.block_type.nbytes)
+    BYTES: gl.constexpr = BLOCKS * FOLD * (len(firsts) * OF_WORDS + x.block_type.nbytes)
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(sources, buffers, ready, piece, i, i, BLOCKS, FOLD)
+        _fetch_weights(sources, buffers, ready, firsts, i, i, BLOCKS, FOLD)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -208,7 +258,7 @@ def _produce(loads, BLOCKS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr)
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        _fetch_weights(sources, buffers, ready, piece, stage, i, BLOCKS, FOLD)
+        _fetch_weights(sources, buffers, ready, firsts, stage, i, BLOCKS, FOLD)
         _fetch_inputs(x, x_tiles, ready, stage, i, BLOCKS * FOLD)
 
 
@@ -308,6 +358,15 @@ def _diagonal(acc, FOLD: gl.constexpr):
     return gl.sum(gl.sum(own.reshape([FOLD, ROWS, FOLD, TOKENS]), 2), 0)
 
 
+@gluon.jit
+def _halves(acc):
+    """Sums [rows, tokens] -> those of gates and of what they gate."""
+    ROWS: gl.constexpr = acc.shape[0] // 2
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [8, 4, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    pairs = acc.reshape([2, ROWS, acc.shape[1]]).permute((1, 2, 0))
+    return gl.split(gl.convert_layout(pairs, PAIRS))
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "num_steps"])
 def linear_float12_kernel(
     x,
@@ -323,10 +382,12 @@ def linear_float12_kernel(
     BLOCKS: gl.constexpr,
     FOLD: gl.constexpr,
     HEIGHT: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """x W^T + b into out [num_tokens, num_rows].
+    """epilogue(x W^T + b) into out [num_tokens, num_rows]; with GATED, W has twice as many rows.
 
     Args:
         x: descriptor of [num_tokens, in_features], of blocks of 64 inputs.
@@ -337,14 +398,15 @@ def linear_float12_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: gl.constexpr = 16 * gl.num_warps()  # of the left operand
-    OWN: gl.constexpr = ROWS // FOLD
+    HALVES: gl.constexpr = 2 if GATED else 1
+    OWN: gl.constexpr = ROWS // FOLD // HALVES
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, FOLD * BM, 16]
     )
     first = gl.program_id(0) * (HEIGHT * OWN)
-    sign_tiles = _allocate(signs, STAGES * BLOCKS * FOLD)
-    exponent_tiles = _allocate(exponents, STAGES * BLOCKS * FOLD)
+    sign_tiles = _allocate(signs, STAGES * BLOCKS * FOLD * HALVES)
+    exponent_tiles = _allocate(exponents, STAGES * BLOCKS * FOLD * HALVES)
     x_tiles = _allocate(x, STAGES * BLOCKS * FOLD)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -355,14 +417,18 @@ def linear_float12_kernel(
     sources = (signs, exponents)
     buffers = (sign_tiles, exponent_tiles)
     barriers = (ready, free)
-    loads = (x, sources, x_tiles, buffers, barriers, first // _ROWS, num_steps)
+    firsts = (first // _ROWS,)
+    if GATED:
+        firsts += ((num_rows + first) // _ROWS,)  # type: ignore[assignment]
+    loads = (x, sources, x_tiles, buffers, barriers, firsts, num_steps)
 
     # Asked for before the products that they belong to.
     places = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     factors = ()
     for i in gl.static_range(HEIGHT):
         rows = first + i * OWN + places % OWN
-        factors += (gl.load(scales + rows, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
+        of_half = scales + places // OWN % HALVES * num_rows
+        factors += (gl.load(of_half + rows, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
     of_tiles = gl.warp_specialize(
         [
             (_consume, (buffers, x_tiles, barriers, num_steps, LAYOUT, BLOCKS, FOLD, HEIGHT)),
@@ -377,5 +443,8 @@ def linear_float12_kernel(
         acc = of_tiles[i] * factors[i][:, None]
         if FOLD > 1:
             acc = _diagonal(acc, FOLD)
+        up = acc
+        if GATED:
+            acc, up = _halves(acc)
         shape = (0, first + i * OWN, num_tokens, num_rows)
-        _finish(acc, acc, bias, out, shape, True, False, _NO_EPILOGUE, False, HAS_BIAS)
+        _finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)

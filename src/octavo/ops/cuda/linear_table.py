@@ -181,7 +181,8 @@ def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> T
 
     Measured on 2026-11-22 (benchmarks/tune_linear.py) on the shapes of Gemma 3 4B and 12B, and of
     one rank of two of Llama 3 8B and 70B, some 10 candidates for each: these take up to 5% longer
-    than the tiles with which whole layers were fastest, and mostly are the same.
+    than the tiles with which whole layers were fastest, and mostly are the same. On 2026-11-27 on
+    one rank of four of OPT-66B, OPT-175B and Llama 3 70B, with 16, 32 and 64 tokens.
     """
     num_tiles = -(-num_rows // _ROWS)
     halves = 2 if epilogue.is_gated else 1
@@ -189,6 +190,8 @@ def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> T
         return _tiles_of_many(tokens)
     if tokens == SIZES[-1]:
         return _tiles_of_128(num_rows, size, halves)
+    if tokens == 64 and halves == 1 and _NUM_SMS < num_tiles <= 1.5 * _NUM_SMS:
+        return None  # some SMs would have one program, and some two: 5 to 10% slower than cuBLAS
     if tokens == 64 and halves == 1 and size <= 4096 and 0.7 * _NUM_SMS < 2 * num_tiles <= _NUM_SMS:
         return Tiles(64, 32, 128, 9, swap=True)  # one program per SM, without splits
     # Few tiles: one program per SM, with all of K in flight. Many: two that take turns.
