@@ -25,12 +25,15 @@ def copy_bytes(num_rows: int, size: int) -> int:
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
 
 
-def is_faster(num_tokens: int, num_rows: int) -> bool:
+def is_faster(num_tokens: int, num_rows: int, is_chained: bool = True) -> bool:
     """Whether so many tokens times W [num_rows, _], which has a copy, take less time with it.
 
     Times a W of many rows, such as the head's, up to 128 tokens do; times others up to 16. One
-    token times these is left to kernels that norm their inputs, too.
+    token times these does where projections follow each other (make_linear_kernel); others are left
+    to GEMVs, which norm their inputs, too.
+
+    is_chained: rules that do not know it assume it, as most models that have copies are.
     """
     if num_rows >= MANY_ROWS:
         return 0 < num_tokens <= MOST_TOKENS
-    return 1 < num_tokens <= MOST_FOLDED
+    return (0 if is_chained else 1) < num_tokens <= MOST_FOLDED

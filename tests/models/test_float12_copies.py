@@ -213,8 +213,7 @@ def test_attention_has_copies_beside_experts() -> None:
     expected -= attention.output.float12_bytes
     assert expected > 0
     layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.float12_bytes
-    assert config.float12_saves(1) == head, "one token is left to other kernels in layers"
-    assert config.float12_saves(2) == config.float12_saves(16) == head + layers * expected
+    assert config.float12_saves(1) == config.float12_saves(16) == head + layers * expected
     assert config.float12_saves(17) == config.float12_saves(128) == head
     assert config.float12_saves(129) == 0
     quantized = quantized_on_load(read_model_config(CONFIGS / "qwen3-30b-a3b"), "fp8")

@@ -103,7 +103,8 @@ def test_tiles_fit(num_rows: int, size: int) -> None:
 
 
 def test_which_products_pay() -> None:
-    assert [n for n in (1, 2, 16, 17, 128, 129) if is_faster(n, 5120)] == [2, 16]
+    assert [n for n in (1, 2, 16, 17, 128, 129) if is_faster(n, 5120)] == [1, 2, 16]
+    assert [n for n in (1, 2, 16, 17) if is_faster(n, 5120, is_chained=False)] == [2, 16]
     assert [n for n in (1, 128, 129, 2048) if is_faster(n, 128256)] == [1, 128]
     assert has_use(2048, 4096)
     assert not any(has_use(*each) for each in ((512, 1 << 20), (2048, 1024), (4096, 4100)))
