@@ -1,8 +1,8 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
-linear_hopper_float12.py, linear_gemv_packed.py, linear_ring.py, experts_hopper.py,
-experts_mx_hopper.py, experts_one_mx.py and experts_one_float8.py use.
+linear_hopper_float12.py, linear_gemv_packed.py, linear_ring.py, linear_ring_float12.py,
+experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py and experts_one_float8.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
@@ -230,7 +230,7 @@ class _Namespaces:
         """halts: set when the program waits for another one."""
         barrier = SimpleNamespace(
             init=lambda bar, count: bar[0].expect_arrivals(bar[1], count),
-            wait=lambda bar, parity: bar[0].wait(bar[1], parity),
+            wait=lambda bar, parity, pred=True: bar[0].wait(bar[1], parity) if pred else None,
             expect=lambda bar, num_bytes: bar[0].change(bar[1], 1, num_bytes),
             arrive=lambda bar, count, pred=True: bar[0].change(bar[1], count, 0) if pred else None,
             MBarrierLayout=lambda: "barrier",

@@ -39,7 +39,7 @@ def test_kernels_compile_for_hopper_without_a_gpu(variants: str) -> None:
     expected |= {"_embed_kernel", "_fill_pending", "_begin_decodes", "_keep_tokens"}
     expected |= {"quantized_linear_kernel", "_dequantize_float8_kernel", "_dequantize_int_kernel"}
     expected |= {"persistent_linear_kernel", "_linear_packed_kernel"}
-    expected |= {"_linear_ring_kernel", "linear_float12_kernel"}
+    expected |= {"_linear_ring_kernel", "_linear_ring_float12_kernel", "linear_float12_kernel"}
     expected |= {"_round_kernel"}
     expected |= {"_route_kernel", "_mark_kernel", "_list_kernel"}
     expected |= {"_experts_kernel", "grouped_kernel"}

@@ -2,6 +2,9 @@
 
 Few tokens are bound by reading W, and the copy (float12.py) has three quarters of its bytes. More
 tokens, which are bound by arithmetic, are multiplied by W, without unpacking anything.
+
+Where projections of one token follow each other, rings read the copy (linear_ring_float12.py) as
+they would read W.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from octavo.ops.cuda.float12 import pack_float12
 from octavo.ops.cuda.linear import CudaLinear
 from octavo.ops.cuda.linear_hopper_float12 import linear_float12, takes_gates
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.norm import DeferredNorm
 
 
 class CopiedLinear(CudaLinear):
@@ -40,12 +44,19 @@ class CopiedLinear(CudaLinear):
             return linear_float12(x, self._copy, bias)
         return super().apply_partial(x, bias)
 
+    def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
+        """See NormingKernel.norms_inputs: of the copy's kernels, rings do."""
+        return self._is_in_ring and super().norms_inputs(num_tokens, norms_branch)
+
     def _takes(self, epilogue: Epilogue) -> bool:
-        """Whether the copy's kernel computes W with that."""
+        """Whether the copy's kernels compute W with that."""
         return not epilogue.is_gated or takes_gates(self._copy.shape[0])
 
     def _is_copy_faster(self, x: Tensor) -> bool:
-        """Whether it is, and its kernel takes such inputs, which it loads by whole 16 bytes."""
+        """Whether it is, other than by a ring, and its kernel takes such inputs, which it loads by
+        whole 16 bytes."""
+        if len(x) == 1 and self._is_in_ring:
+            return False
         return (
             0 < len(x) <= float12.most_tokens(*self._copy.shape)
             and x.dtype == torch.bfloat16
@@ -53,3 +64,12 @@ class CopiedLinear(CudaLinear):
             and x.stride(0) % 8 == 0
             and x.data_ptr() % 16 == 0
         )
+
+    def _apply_ring(
+        self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
+    ) -> Tensor:
+        if not self._takes(epilogue):
+            return super()._apply_ring(x, bias, epilogue)
+        from octavo.ops.cuda.linear_ring_float12 import linear_one_float12
+
+        return linear_one_float12(x, self._copy, bias, epilogue)

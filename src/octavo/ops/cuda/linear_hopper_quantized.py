@@ -222,14 +222,21 @@ def joined_tiles(tiles, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def reinterpreted(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory in another shape and layout."""
+    if _IS_PUBLIC:
+        found = memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+    else:
+        found = memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
+    return found
+
+
+@gluon.jit
 def tiles_of_rows(tiles, ROWS: gl.constexpr):
     """Shared memory [n, rows, columns] as [n * rows / ROWS, ROWS, columns]."""
     SHAPE: gl.constexpr = [tiles.shape[0] * tiles.shape[1] // ROWS, ROWS, tiles.shape[2]]
-    if _IS_PUBLIC:
-        joined = tiles.reinterpret(tiles.dtype, SHAPE, tiles.layout)
-    else:
-        joined = tiles._reinterpret(tiles.dtype, SHAPE, tiles.layout)
-    return joined
+    LAYOUT: gl.constexpr = tiles.layout
+    return reinterpreted(tiles, SHAPE, LAYOUT)
 
 
 @gluon.jit

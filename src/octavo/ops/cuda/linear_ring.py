@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.linear_gemv import Scales
 from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, _fetch_tile
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
+from octavo.ops.cuda.linear_hopper_quantized import reinterpreted
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.cuda.two_float8 import MOST_ADDED, in_two, scales_of_two
@@ -94,24 +94,32 @@ def choose_ring(
     piece = _width(is_float8)
 
     def share(tile: tuple[int, int]) -> float:
-        """Of SMs that have work to the end, times that of columns that are no padding."""
-        rows, fold = tile
-        units, width = triton.cdiv(num_rows // halves, rows), fold * piece
-        waves = triton.cdiv(units, num_programs)
-        busy: float = units / (waves * num_programs) * size / (triton.cdiv(size, width) * width)
-        return busy
+        return useful_share(num_rows // halves, size, tile[0], tile[1] * piece, num_programs)
 
     rows, fold = max(_TILES_FLOAT8 if is_float8 and not is_gated else _TILES, key=share)
-    memory = _GATED_MEMORY if is_gated else _MEMORY
-    part = _PIECE_ROWS.value * piece
-    memory -= 2 * part * triton.cdiv(size, part)  # of an input in 16 bits, or in two times 8
-    stages = memory // (rows * fold * _PIECE.value * halves)
-    blocks = _most_units(num_rows // halves, rows, num_programs) * triton.cdiv(size, fold * piece)
+    stages = ring_memory(size, piece, is_gated) // (rows * fold * _PIECE.value * halves)
+    blocks = most_units(num_rows // halves, rows, num_programs) * triton.cdiv(size, fold * piece)
     pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
     return Ring(rows, fold, min(stages, _MOST_STAGES, blocks), pause)
 
 
-def _most_units(num_rows: int, rows: int, num_programs: int) -> int:
+def useful_share(num_rows: int, size: int, rows: int, width: int, num_programs: int) -> float:
+    """Of SMs that have work to the end, times that of columns that are no padding, with blocks of
+    `rows` rows and `width` columns."""
+    units, blocks = triton.cdiv(num_rows, rows), triton.cdiv(size, width)
+    waves = triton.cdiv(units, num_programs)
+    share: float = units / (waves * num_programs) * size / (blocks * width)
+    return share
+
+
+def ring_memory(size: int, piece: int, is_gated: bool) -> int:
+    """Bytes that are left for blocks of W beside `size` inputs, with so many in a piece."""
+    part = _PIECE_ROWS.value * piece
+    of_inputs: int = 2 * part * triton.cdiv(size, part)  # each in 16 bits, or in two times 8
+    return (_GATED_MEMORY if is_gated else _MEMORY) - of_inputs
+
+
+def most_units(num_rows: int, rows: int, num_programs: int) -> int:
     """How often a program takes `rows` rows of W, or of each half, at most."""
     units: int = triton.cdiv(triton.cdiv(num_rows, rows), num_programs)
     return units
@@ -164,10 +172,7 @@ def linear_ring(
         span = 1 if has_groups else min(span, MOST_ADDED // width)
     _linear_ring_kernel[(num_programs,)](
         x,
-        None if norm is None else norm.weight,
-        None if norm is None else norm.residual,
-        None if norm is None else norm.total,
-        None if norm is None else norm.branch_weight,
+        *norm_tensors(norm),
         TensorDescriptor.from_tensor(pieces, block, layout),
         None if scales is None else scales.values,
         bias,
@@ -179,9 +184,9 @@ def linear_ring(
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
-        PAUSE=f"nanosleep.u32 {ring.pause}; mov.b32 $0, 0;",
+        PAUSE=pause_for(ring.pause),
         LOADS=triton.cdiv(size, _PIECE_ROWS.value * width),
-        UNITS=power_of_2(_most_units(num_rows, ring.rows, num_programs)),
+        UNITS=power_of_2(most_units(num_rows, ring.rows, num_programs)),
         BLOCKS=num_blocks,
         SPAN=span,
         EPILOGUE=int(epilogue),
@@ -192,6 +197,19 @@ def linear_ring(
         **launch_options(x.device),
     )
     return out
+
+
+def norm_tensors(norm: DeferredNorm | None) -> tuple[Tensor | None, ...]:
+    """What the kernel takes beside x: the norm's weight, the residual stream and the total, and the
+    weight of the norm before."""
+    if norm is None:
+        return None, None, None, None
+    return norm.weight, norm.residual, norm.total, norm.branch_weight
+
+
+def pause_for(nanoseconds: int) -> str:
+    """PTX that waits for about so long."""
+    return f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;"
 
 
 @gluon.jit
@@ -406,12 +424,8 @@ def _linear_ring_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     LEFT: gl.constexpr = [STAGES * HALVES, ROWS * FOLD, WIDTH]
     RIGHT: gl.constexpr = [LOADS * _PIECE_ROWS // FOLD, EACH * FOLD, WIDTH]
-    if _IS_PUBLIC:
-        left = tiles.reinterpret(DTYPE, LEFT, WHOLE)
-        right = x_parts.reinterpret(DTYPE, RIGHT, WHOLE)
-    else:
-        left = tiles._reinterpret(DTYPE, LEFT, WHOLE)
-        right = x_parts._reinterpret(DTYPE, RIGHT, WHOLE)
+    left = reinterpreted(tiles, LEFT, WHOLE)
+    right = reinterpreted(x_parts, RIGHT, WHOLE)
     for each in gl.static_range(STAGES):
         mbarrier.init(ready.index(each), count=1)
     fence_async_shared()
@@ -420,10 +434,7 @@ def _linear_ring_kernel(
     if HAS_ROW_SCALES:  # loaded when products are there, they would be waited for in each unit
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scale_halves = gl.allocate_shared_memory(gl.float32, [HALVES, UNITS * ROWS], FLAT)
-        if _IS_PUBLIC:
-            scale_rows = scale_halves.reinterpret(gl.float32, [HALVES * UNITS, ROWS], FLAT)
-        else:
-            scale_rows = scale_halves._reinterpret(gl.float32, [HALVES * UNITS, ROWS], FLAT)
+        scale_rows = reinterpreted(scale_halves, [HALVES * UNITS, ROWS], FLAT)
         own_scales = _row_scales(scales, 0, num_rows, block_rows, scale_stride, UNITS, ROWS)
         up_scales = own_scales
         if GATED:
