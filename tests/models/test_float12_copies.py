@@ -119,7 +119,7 @@ def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path)
         assert not llm.engine.model_config.head.float12_copy
         weights = llm.engine.executor.capacity.budget.weights
     with load(directory, **{"float12_copies": True, "dtype": "bfloat16"}) as llm:
-        size = llm.engine.model_config.head.float12_bytes
+        size = llm.engine.model_config.float12_bytes
         if "dtype" not in options:
             assert llm.engine.executor.capacity.budget.weights == weights + size > weights
 
@@ -129,7 +129,7 @@ def test_other_devices_ignore_the_option() -> None:
         assert not llm.engine.model_config.float12_copies
 
 
-def test_a_head_that_is_not_finite_has_no_copy(hopper: Hopper, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_have_no_copies(hopper: Hopper, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "tie_word_embeddings": False}
     directory = model_zoo.write_model("llama3", tmp_path / "model", **sizes)
     path = directory / "model.safetensors"
@@ -137,7 +137,8 @@ def test_a_head_that_is_not_finite_has_no_copy(hopper: Hopper, tmp_path: Path) -
     tensors["lm_head.weight"][3, 5] = -torch.inf
     save_file(tensors, path, {"format": "pt"})
     with load(directory) as llm:
-        assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
+        copied = [each.float12_copy for of in llm.engine.model_config.copied for each in of]
+        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == sum(copied) > 0
 
 
 def operands(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +173,8 @@ def test_what_the_kernel_does_not_take_is_multiplied_by_the_weight(hopper: Hoppe
         assert torch.equal(kernel.apply(given, None, Epilogue.NONE), F.linear(given, weight))
     x = torch.randn(8, 192).bfloat16()
     gated = kernel.apply(x, None, Epilogue.SILU_MUL)  # 40 rows: ups begin within a piece
-    assert torch.equal(gated, apply_epilogue(F.linear(x, weight), Epilogue.SILU_MUL))
+    expected = apply_epilogue(F.linear(x, weight), Epilogue.SILU_MUL)
+    torch.testing.assert_close(gated, expected, rtol=0.02, atol=1e-3)
     assert not hopper.calls
     read = unpack_float12(pack_float12(weight))
     activated = kernel.apply(x, None, Epilogue.RELU)
