@@ -37,7 +37,7 @@ class Hopper:
         module = import_module(name)
         monkeypatch.setitem(sys.modules, name, module)
         self.kernel: type = module.CopiedLinear
-        for limit in ("MANY_ROWS", "_LEAST_ROWS", "_LEAST_SIZE"):
+        for limit in ("MANY_ROWS", "_LEAST_ROWS", "_LEAST_SIZE", "_LEAST_OF_ONE"):
             monkeypatch.setattr(float12, limit, 1)
         monkeypatch.setattr(layers_linear, "make_linear_kernel", self._make)
         monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args: None)

@@ -12,6 +12,7 @@ MOST_FOLDED = 16  # tokens times others
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
+_LEAST_OF_ONE = 7 << 20
 _LARGE_SIZE = 24 << 20
 
 
@@ -25,6 +26,11 @@ def copy_bytes(num_rows: int, size: int) -> int:
     """Of whole pieces, and of a scale in float32 for each row."""
     num_pieces = -(-num_rows // PIECE_ROWS)
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
+
+
+def fewest_tokens(num_rows: int, size: int) -> int:
+    """From how many tokens on: a small W is read by one token as fast as its copy is unpacked."""
+    return 1 if num_rows * size >= _LEAST_OF_ONE else 2
 
 
 def most_tokens(num_rows: int, size: int) -> int:

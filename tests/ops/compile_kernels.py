@@ -220,8 +220,7 @@ def few_float12() -> None:
     for num_tokens in (1, 16, 32, 64, 128) if has_all else (8, 128):
         tiles = choose_float12_tiles(num_tokens, many, 1024, 132)
         linear_float12(x[:num_tokens], weight, None, tiles=tiles)
-        if num_tokens <= 64:
-            linear_float12(x[:num_tokens], weight, None, Epilogue.SILU_MUL, tiles)
+        linear_float12(x[:num_tokens], weight, None, Epilogue.SILU_MUL, tiles)
     for num_tokens, fold in ((8, 4), (8, 2), (16, 4), (16, 2)) if has_all else ((8, 4),):
         tiles = Float12Tiles(num_tokens, fold=fold)
         linear_float12(x[:num_tokens], weight, bias, tiles=tiles)

@@ -77,6 +77,7 @@ def test_few_tokens(
         (176, 704, 13, Float12Tiles(16, fold=2), Epilogue.GELU_TANH_MUL),
         (48, 320, 2, Float12Tiles(8, fold=4, blocks=1), Epilogue.SILU_MUL),
         (304, 192, 40, Float12Tiles(64, warpgroups=2), Epilogue.SILU_MUL),
+        (416, 192, 70, Float12Tiles(128, warpgroups=2, blocks=1, height=2), Epilogue.SILU_MUL),
         (200, 320, 11, Float12Tiles(16, height=2), Epilogue.RELU),
     ],
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from gluon_emulator import Emulated
 from torch import Tensor
 
+from octavo import float12
 from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda import linear_copied, linear_ring
@@ -171,6 +172,7 @@ def test_a_chain_reads_the_copy_for_one_token(
 
     monkeypatch.setattr(float12_ring, "linear_one_float12", multiply)
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
     monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
     monkeypatch.setattr(linear_copied, "linear_float12", lambda x, *args: x)
     x, weight = operands(48, 320, device)

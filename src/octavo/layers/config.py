@@ -124,16 +124,17 @@ class LinearConfig:
 
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy."""
-        if num_tokens > self.most_copied_tokens:
+        if num_tokens not in self.copied_tokens:
             return 0
         return 2 * self.out_features * self.in_features - self.float12_bytes
 
     @property
-    def most_copied_tokens(self) -> int:
-        """How many tokens are multiplied by the copy at most; 0: there is none."""
+    def copied_tokens(self) -> range:
+        """How many tokens are multiplied by the copy."""
+        shape = self.out_features, self.in_features
         if not self.float12_copy:
-            return 0
-        return float12.most_tokens(self.out_features, self.in_features)
+            return range(0)
+        return range(float12.fewest_tokens(*shape), float12.most_tokens(*shape) + 1)
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:

@@ -118,8 +118,8 @@ class ModelSize:
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
     copy_saves: int = 0  # bytes fewer than the head has its copy in 12 bits, for few rows of logits
-    # The same of layers: up to how many tokens, and how many bytes.
-    layer_copies: tuple[tuple[int, int], ...] = ()
+    # The same of projections in layers: for how many tokens, and how many bytes.
+    layer_copies: tuple[tuple[range, int], ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
@@ -151,17 +151,17 @@ class ModelSize:
         """Of weights, by a step of so many tokens and rows of logits, if all choices of experts are
         equally likely."""
         saved = self.copy_saves if num_logits <= float12.MOST_TOKENS else 0
-        saved += sum(size for most, size in self.layer_copies if num_tokens <= most)
+        saved += sum(size for tokens, size in self.layer_copies if num_tokens in tokens)
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
 
 
-def _layer_copies(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+def _layer_copies(model: ModelConfig) -> tuple[tuple[range, int], ...]:
     """See ModelSize.layer_copies."""
-    saves: Counter[int] = Counter()
+    saves: Counter[range] = Counter()
     for each in chain(*model.copied):
-        most = each.most_copied_tokens
-        saves[most] += each.float12_saves(most)
-    return tuple(sorted((most, saved) for most, saved in saves.items() if saved))
+        if each.copied_tokens:
+            saves[each.copied_tokens] += each.float12_saves(each.copied_tokens[-1])
+    return tuple(saves.items())
 
 
 class CostModel:

@@ -31,6 +31,8 @@ class CopiedLinear(CudaLinear):
         """
         super().__init__(weight, is_chained)
         self._copy = pack_float12(weight)
+        self._fewest = float12.fewest_tokens(*self._copy.shape)
+        self._most = float12.most_tokens(*self._copy.shape)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
@@ -46,7 +48,8 @@ class CopiedLinear(CudaLinear):
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs: of the copy's kernels, rings do."""
-        return self._is_in_ring and super().norms_inputs(num_tokens, norms_branch)
+        is_copied = self._fewest == 1 and not self._is_in_ring
+        return not is_copied and super().norms_inputs(num_tokens, norms_branch)
 
     def _takes(self, epilogue: Epilogue) -> bool:
         """Whether the copy's kernels compute W with that."""
@@ -58,7 +61,7 @@ class CopiedLinear(CudaLinear):
         if len(x) == 1 and self._is_in_ring:
             return False
         return (
-            0 < len(x) <= float12.most_tokens(*self._copy.shape)
+            self._fewest <= len(x) <= self._most
             and x.dtype == torch.bfloat16
             and x.stride(1) == 1
             and x.stride(0) % 8 == 0
@@ -68,7 +71,7 @@ class CopiedLinear(CudaLinear):
     def _apply_ring(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        if not self._takes(epilogue):
+        if self._fewest > 1 or not self._takes(epilogue):
             return super()._apply_ring(x, bias, epilogue)
         from octavo.ops.cuda.linear_ring_float12 import linear_one_float12
 

@@ -9,7 +9,7 @@ rows of W, with FOLD pieces of inputs each below each other; the right operand h
 these pieces beside each other, and the diagonal of the products counts. So even a W of few rows
 keeps all SMs busy, without sums that programs would have to add up. A program may have HEIGHT
 tiles, which share inputs. If W has gates, half of a tile's rows are gates, and half are what these
-gate.
+gate; of two tiles, one has gates.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Float12Tiles:
     warpgroups: int = 1  # that multiply: 1 or 2
     blocks: int = 2  # in a stage, of 64 inputs, with `fold` of so many times more
     fold: int = 1  # pieces of inputs that share a tile's rows: 1, 2 or 4
-    height: int = 1  # tiles that share inputs; 1 with a fold, or with gates
+    height: int = 1  # tiles that share inputs; 1 with a fold
     per_sm: int = 2  # programs that fit on one SM
 
     @property
@@ -141,8 +141,7 @@ def linear_float12(
     """epilogue(x W^T + b): bfloat16 [num_tokens, out_features], half as wide if it is gated.
 
     Args:
-        x: bfloat16 [num_tokens, in_features] of up to 128 tokens, 64 with gates; rows aligned to 16
-            bytes.
+        x: bfloat16 [num_tokens, in_features] of up to 128 tokens; rows aligned to 16 bytes.
         weight: with gates, one that takes_gates.
         bias: [out_features].
         tiles: by default those that `choose_float12_tiles` names.
@@ -154,7 +153,7 @@ def linear_float12(
     assert size == weight.shape[1]
     halves = 1
     if epilogue.is_gated:
-        assert tiles.height == 1
+        assert tiles.height <= 2
         assert takes_gates(num_rows)
         halves, num_rows = 2, num_rows // 2
     out = x.new_empty((num_tokens, num_rows))
@@ -399,12 +398,13 @@ def linear_float12_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: gl.constexpr = 16 * gl.num_warps()  # of the left operand
     HALVES: gl.constexpr = 2 if GATED else 1
-    OWN: gl.constexpr = ROWS // FOLD // HALVES
+    OWN: gl.constexpr = ROWS * HEIGHT // FOLD // HALVES  # results of a token
+    OF_TILE: gl.constexpr = min(OWN, ROWS // FOLD)
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, FOLD * BM, 16]
     )
-    first = gl.program_id(0) * (HEIGHT * OWN)
+    first = gl.program_id(0) * OWN
     sign_tiles = _allocate(signs, STAGES * BLOCKS * FOLD * HALVES)
     exponent_tiles = _allocate(exponents, STAGES * BLOCKS * FOLD * HALVES)
     x_tiles = _allocate(x, STAGES * BLOCKS * FOLD)
@@ -426,8 +426,9 @@ def linear_float12_kernel(
     places = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     factors = ()
     for i in gl.static_range(HEIGHT):
-        rows = first + i * OWN + places % OWN
-        of_half = scales + places // OWN % HALVES * num_rows
+        place = i * (ROWS // FOLD) + places % (ROWS // FOLD)
+        rows = first + place % OWN
+        of_half = scales + place // OWN * num_rows
         factors += (gl.load(of_half + rows, mask=rows < num_rows, other=0.0),)  # type: ignore[assignment]
     of_tiles = gl.warp_specialize(
         [
@@ -439,12 +440,14 @@ def linear_float12_kernel(
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for i in gl.static_range(HEIGHT):
+    for i in gl.static_range(1 if GATED else HEIGHT):
         acc = of_tiles[i] * factors[i][:, None]
         if FOLD > 1:
             acc = _diagonal(acc, FOLD)
         up = acc
-        if GATED:
+        if GATED and HEIGHT == 2:
+            up = of_tiles[1] * factors[1][:, None]  # type: ignore[misc]
+        elif GATED:
             acc, up = _halves(acc)
-        shape = (0, first + i * OWN, num_tokens, num_rows)
+        shape = (0, first + i * OF_TILE, num_tokens, num_rows)
         _finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
