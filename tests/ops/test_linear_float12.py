@@ -29,6 +29,9 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     return device
 
 
+TWO_TILES = Float12Tiles(128, warpgroups=2, blocks=1, height=2, per_sm=1)
+
+
 def random(*shape: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
@@ -77,7 +80,7 @@ def test_few_tokens(
         (176, 704, 13, Float12Tiles(16, fold=2), Epilogue.GELU_TANH_MUL),
         (48, 320, 2, Float12Tiles(8, fold=4, blocks=1), Epilogue.SILU_MUL),
         (304, 192, 40, Float12Tiles(64, warpgroups=2), Epilogue.SILU_MUL),
-        (416, 192, 70, Float12Tiles(128, warpgroups=2, blocks=1, height=2), Epilogue.SILU_MUL),
+        (416, 192, 70, TWO_TILES, Epilogue.SILU_MUL),
         (200, 320, 11, Float12Tiles(16, height=2), Epilogue.RELU),
     ],
 )
