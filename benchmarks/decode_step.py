@@ -71,7 +71,7 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-float12-copies", action="store_true", help="no copy of the head")
+    parser.add_argument("--no-float12-copies", action="store_true", help="no copies of weights")
     parser.add_argument(
         "--model-impl",
         nargs="*",

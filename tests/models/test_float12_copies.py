@@ -270,6 +270,26 @@ def test_who_has_copies(
         assert made == model.with_float12_copies(num_layers)
 
 
+def distance(llm: LLM, num_sequences: int) -> float:
+    """Between log-probabilities of tokens that are decoded and of the same tokens in prompts, which
+    are too long for copies: their root mean square."""
+    prompts = [model_zoo.random_token_ids(MOST_TOKENS + 9, seed=n) for n in range(num_sequences)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
+    outputs = [each.outputs[0] for each in llm.generate(prompts, greedy, use_tqdm=False)]
+    wholes = [[*prompt, *each.token_ids] for prompt, each in zip(prompts, outputs, strict=True)]
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, ignore_eos=True)
+    squares = []
+    for whole, output in zip(wholes, outputs, strict=True):
+        (result,) = llm.generate([whole], scored, use_tqdm=False)
+        assert result.prompt_logprobs is not None
+        read = result.prompt_logprobs[-len(output.token_ids) :]
+        for position, decoded in zip(read, output.logprobs or (), strict=True):
+            assert position is not None
+            expected = dict(position.top)
+            squares += [(expected[i] - each) ** 2 for i, each in decoded.top if i in expected]
+    return float(torch.tensor(squares).mean().sqrt())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
@@ -309,6 +329,30 @@ class TestOnGpu:
             for model in (plain, copied):
                 error = (model.logits(hidden).double() - wanted).norm() / wanted.norm()
                 assert error < 3e-3
+
+    @pytest.mark.parametrize(
+        ("name", "width"),
+        [("llama3", "intermediate_size"), ("gemma3_text", "intermediate_size"), ("opt", "ffn_dim")],
+    )
+    def test_decodes_have_the_error_of_the_weights(
+        self, name: str, width: str, tmp_path: Path
+    ) -> None:
+        """Rings that norm their inputs, tiles with a fold, with gates, with many tokens."""
+        heads = {"num_attention_heads": 16, "num_hidden_layers": 4}
+        sizes = {"hidden_size": 2048, width: 8192, "max_position_embeddings": 512, **heads}
+        if name != "opt":
+            sizes |= {"num_key_value_heads": 8, "head_dim": 128}
+        else:
+            sizes |= {"word_embed_proj_dim": 2048}
+        directory = model_zoo.write_model(name, tmp_path, **sizes)
+        errors = []
+        for is_asked in (True, False):
+            with load(directory, num_blocks=1000, float12_copies=is_asked) as llm:
+                copied = llm.engine.model_config.copied
+                assert any(each.float12_copy for of in copied for each in of) == is_asked
+                errors.append([distance(llm, count) for count in (1, 3, 12, 40)])
+        for with_copies, without in zip(*errors, strict=True):
+            assert with_copies < 1.5 * without + 0.01
 
     def test_weights_that_are_not_finite(self, directory: Path) -> None:
         from octavo.ops.cuda.linear import CudaLinear
