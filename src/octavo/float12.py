@@ -12,8 +12,8 @@ MOST_FOLDED = 16  # tokens times others
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
-_LEAST_OF_ONE = 7 << 20
-_LARGE_SIZE = 24 << 20
+_LEAST_OF_ONE = 7 << 20  # weights that one token reads from a copy
+_LARGE_SIZE = 24 << 20  # weights that more than MOST_FOLDED tokens read from one
 
 
 def has_use(num_rows: int, size: int) -> bool:

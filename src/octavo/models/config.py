@@ -497,8 +497,9 @@ class ModelConfig(ModelDescription):
         in all), of projections that are not quantized, where their shapes take them."""
         quantization, layers = self.quantization, self.layers
         if quantization is None or quantization.weight_bytes is None:
-            copied = (each.with_float12_copies() for each in layers[:num_layers])
-            layers = (*copied, *layers[num_layers:]) if num_layers is not None else tuple(copied)
+            count = len(layers) if num_layers is None else num_layers
+            copied = (each.with_float12_copies() for each in layers[:count])
+            layers = (*copied, *layers[count:])
         return replace(self, float12_copies=True, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
