@@ -19,8 +19,8 @@ same site, and it has got there through a call at another site, for which it has
 reader sent after this one (in two shots, for the reader's parts of the rows that it owns). So
 consecutive calls must have different sites, and all ranks must make the same calls.
 
-One kernel serves all sizes: up to 64 MB on two H200s, and up to 32 on four, it takes less time, norm
-included, than NCCL's all-reduce alone (docs/performance.md).
+One kernel serves all sizes: up to 64 MB on two H200s, and up to 32 MB on four, it takes less time,
+norm included, than NCCL's all-reduce alone (docs/performance.md).
 
 Partial sums travel in the model's dtype, and are added in float32 in the order of ranks, with each
 rank taking its own as rounded as it sent it: sums have the same bits on all ranks, whatever else is
