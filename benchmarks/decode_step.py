@@ -32,6 +32,7 @@ from octavo.engine.engine import Engine
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
+from octavo.parallel import Shard
 
 CONTEXT = 1024
 DTYPE_BYTES = 2
@@ -179,7 +180,8 @@ def weight_bytes(engine: Engine, batch: int, hit: float) -> float:
     model = engine.model_config
     dense, experts = model.read_bytes(DTYPE_BYTES)
     num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
-    num_bytes -= model.float12_saves(batch)
+    num_ranks = engine.executor.capacity.num_ranks
+    num_bytes -= num_ranks * model.sharded(Shard(0, num_ranks)).float12_saves(batch)
     if not experts:
         return num_bytes
     mixtures = model.mixtures()

@@ -109,7 +109,7 @@ def decode_row(
     walls, device, _, _ = step_times(engine, batch, 0.0, profile, CONTEXT)
     wall = statistics.fmean(walls)
     num_bytes = weight_bytes(engine, batch, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
-    size = ModelSize.of(engine.model_config, "bfloat16")
+    size = ModelSize.of(engine.model_config, "bfloat16", num_gpus=arguments.size)
     shape = StepShape(batch, batch, batch, batch * CONTEXT, 0, num_requests=batch)
     cost = CostModel(size, GPUS[arguments.gpu], arguments.size)
     row = {

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo import float12
+from octavo.float12 import PIECE_ROWS
 from octavo.layers import linear as layers_linear
 from octavo.ops.cuda.float12 import Float12Weight, pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -30,7 +31,7 @@ class Hopper:
         package = "octavo.ops.cuda"
         kernel: Any = ModuleType(f"{package}.linear_hopper_float12")
         kernel.linear_float12 = self._multiply
-        kernel.takes_gates = lambda num_rows: num_rows % 16 == 0
+        kernel.takes_gates = lambda num_rows: num_rows % (2 * PIECE_ROWS) == 0
         monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
         name = f"{package}.linear_copied"
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -6,7 +6,7 @@ Plain Python, no torch: kernels choose by these rules, and so do `octavo memory`
 from __future__ import annotations
 
 PIECE_ROWS, PIECE_INPUTS = 8, 64
-MOST_TOKENS = 128
+MOST_TOKENS = 128  # times a weight of many rows
 MOST_OF_LARGE = 64  # tokens times a large weight of fewer rows than a vocabulary has
 MOST_FOLDED = 16  # tokens times others
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary

@@ -187,7 +187,7 @@ def with_float12_copies(
     whole = model_config.with_float12_copies()
     shard = whole.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
     weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
-    sizes = [sum(each.float12_bytes for each in layer) for layer in shard.copied]
+    sizes = [sum(each.float12_bytes for each in layer) for layer in shard.copyable]
     taken = accumulate(sizes, initial=shard.head.float12_bytes)
     fitting = sum(size <= COPIES_SHARE * (total - weights) for size in taken)
     return model_config.with_float12_copies(fitting - 1) if fitting else model_config

@@ -224,5 +224,6 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
     for option, is_there in zip(options, (True, False), strict=True):
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there
-    for others in (("--gpu", "a100-80gb"), (), ("--gpu", "h200", "--dtype", "float16")):
+    cpu = ("--device-memory", "64GiB")
+    for others in (("--gpu", "a100-80gb"), cpu, ("--gpu", "h200", "--dtype", "float16")):
         assert values(*others)["float12_bytes"] == 0

@@ -30,6 +30,7 @@ from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.parallel import Shard
 from octavo.weight_forms import with_float12_copies
+from octavo.worker.device.cpu import CpuDevice
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 80)]
 
@@ -72,7 +73,7 @@ def results(llm: LLM) -> tuple[list[list[int]], list[float]]:
         ("qwen3_moe", {}, {}),  # copies of attention's projections
     ],
 )
-def test_tokens_are_those_of_the_rounded_head(
+def test_tokens_are_those_of_the_rounded_weights(
     hopper: Hopper, name: str, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     sizes = sizes if name == "bart" else {"hidden_size": 64, **sizes}
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_the_rounded_head(
     with load(directory, **options) as llm:
         assert llm.engine.model_config.float12_copies
         assert llm.engine.model_config.head.float12_copy
-        copied = [each.float12_copy for of in llm.engine.model_config.copied for each in of]
+        copied = [each.float12_copy for of in llm.engine.model_config.copyable for each in of]
         assert any(copied) == ("quantization" not in options)
         expected = 1 + sum(copied)
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == expected
@@ -89,6 +90,28 @@ def test_tokens_are_those_of_the_rounded_head(
     hopper.rounds = True
     with load(directory, **options) as llm:
         assert found == results(llm)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_as_many_layers_as_fit(
+    hopper: Hopper, model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is counted is what the device has."""
+    directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
+    with load(directory, model_impl=model_impl, float12_copies=False) as llm:
+        plain, weights = llm.engine.model_config, llm.engine.executor.capacity.budget.weights
+    budget = plain.with_float12_copies(1).float12_bytes
+    room = 1 << 28
+    monkeypatch.setattr("octavo.weight_forms.COPIES_SHARE", budget / room)
+    monkeypatch.setattr(CpuDevice, "total_memory", lambda *args: weights + room)
+    with load(directory, model_impl=model_impl) as llm:
+        config = llm.engine.model_config
+        assert config == plain.with_float12_copies(1)
+        copies = [each._copy for each in kernels(llm) if isinstance(each, hopper.kernel)]
+    assert sum(each.nbytes for each in copies) == config.float12_bytes == budget
+    flags = [any(each.float12_copy for each in of) for of in config.copyable]
+    assert flags == [True, *[False] * (len(flags) - 1)]
+    assert len(flags) > 1
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -137,7 +160,7 @@ def test_weights_that_are_not_finite_have_no_copies(hopper: Hopper, tmp_path: Pa
     tensors["lm_head.weight"][3, 5] = -torch.inf
     save_file(tensors, path, {"format": "pt"})
     with load(directory) as llm:
-        copied = [each.float12_copy for of in llm.engine.model_config.copied for each in of]
+        copied = [each.float12_copy for of in llm.engine.model_config.copyable for each in of]
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == sum(copied) > 0
 
 
@@ -207,17 +230,17 @@ def test_ranks_have_copies_of_their_parts() -> None:
     whole = config.head.float12_bytes
     assert whole == 128_256 * (4096 * 3 // 2 + 4)
     assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
-    of_layer = sum(each.float12_bytes for each in config.copied[3])
+    of_layer = sum(each.float12_bytes for each in config.copyable[3])
     parameters = 6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096
     assert of_layer == 3 * parameters // 2 + 4 * (6144 + 4096 + 2 * 14336 + 4096)
     assert config.float12_bytes == whole + 32 * of_layer
     assert config.least_weight_bytes(2) == plain.weight_bytes(2) + config.float12_bytes
     some = plain.with_float12_copies(5)
-    assert [any(each.float12_copy for each in of) for of in some.copied] == [True] * 5 + [
+    assert [any(each.float12_copy for each in of) for of in some.copyable] == [True] * 5 + [
         False
     ] * 27
     assert some.float12_bytes == whole + 5 * of_layer
-    small, large = (sum(each.float12_saves(n) for each in some.copied[0]) for n in (64, 16))
+    small, large = (sum(each.float12_saves(n) for each in some.copyable[0]) for n in (64, 16))
     assert 0 < small < large
     assert some.float12_saves(64) == some.head.float12_saves(64) + 5 * small
 
@@ -348,7 +371,7 @@ class TestOnGpu:
         errors = []
         for is_asked in (True, False):
             with load(directory, num_blocks=1000, float12_copies=is_asked) as llm:
-                copied = llm.engine.model_config.copied
+                copied = llm.engine.model_config.copyable
                 assert any(each.float12_copy for of in copied for each in of) == is_asked
                 errors.append([distance(llm, count) for count in (1, 3, 12, 40)])
         for with_copies, without in zip(*errors, strict=True):

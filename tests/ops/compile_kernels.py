@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from octavo.routing import RoutingConfig
 
 compiled: Counter[str] = Counter()
+reductions: Counter[bool] = Counter()  # over lanes of linear layouts, and others
 has_all = sys.argv[1:] == ["all"]
 
 
@@ -73,6 +74,7 @@ def assert_reduced_lanes_are_neighbours(name: str, ttgir: str) -> None:
         for dim, _ in reversed(outer):  # of slices, the innermost first
             bases = [base[: int(dim)] + base[int(dim) + 1 :] for base in bases]
         own = [i for i, base in enumerate(bases) if base[int(axis)]]
+        reductions[bool(own)] += 1
         assert not own or own == list(range(own[0], own[-1] + 1)), (name, layout, bases)
 
 
@@ -588,4 +590,5 @@ if __name__ == "__main__":
     projections()
     quantized_projections()
     draws()
+    assert reductions[True], "Triton prints layouts in another way"
     print(dict(compiled))

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import float12
 from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda import linear as cuda_linear
-from octavo.ops.cuda import linear_copied, linear_ring
+from octavo.ops.cuda import linear_copied, linear_hopper_float12, linear_ring
 from octavo.ops.cuda import linear_ring_float12 as float12_ring
 from octavo.ops.cuda.float12 import pack_float12, unpack_float12
 from octavo.ops.cuda.linear_copied import CopiedLinear
@@ -241,6 +241,20 @@ def test_rings_leave_room_for_each_other() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     DEVICE = torch.device("cuda")
+
+    def test_weights_that_keep_few_bits(self) -> None:
+        """Those far below the largest of their row, which has an input of zero."""
+        x, weight = operands(256, 2048, self.DEVICE)
+        weight *= 2.0**-16 / weight.abs().amax(1, keepdim=True)
+        weight[:, 7], x[:, 7] = 1.0, 0.0
+        stored = pack_float12(weight)
+        wanted = x.double() @ unpack_float12(stored, torch.float64).t()
+        assert wanted.abs().amax() > 0
+        for tile in ((8, 16), (4, 16)):
+            ring = Float12Ring(*tile, 3, 150)
+            y = linear_ring_float12(x, stored, None, Epilogue.NONE, ring, 132)
+            assert_close(y, wanted)
+        assert_close(linear_hopper_float12.linear_float12(x, stored, None), wanted)
 
     @pytest.mark.parametrize("tile", [None, (8, 16), (8, 8), (4, 16)])
     @pytest.mark.parametrize("shape", SHAPES)

@@ -95,7 +95,7 @@ def test_a_mixture_of_experts_is_priced_by_what_its_tokens_take() -> None:
     assert read == pytest.approx(size.expert_bytes * 51.6 / 128, rel=0.01)
 
 
-def test_a_copy_of_the_head_is_read_for_few_rows_of_logits() -> None:
+def test_copies_are_read_for_few_tokens() -> None:
     config = find_model(str(CONFIGS / "llama-3-8b"))
     plain = ModelSize.of(config, "bfloat16")
     copied = ModelSize.of(config.with_float12_copies(0), "bfloat16")
@@ -111,6 +111,17 @@ def test_a_copy_of_the_head_is_read_for_few_rows_of_logits() -> None:
         read = copied.read_bytes(num_tokens, 1)
         expected = quarter + 10 * saved
         assert plain.read_bytes(num_tokens, 1) - read == pytest.approx(expected, rel=3e-3)
+
+
+def test_ranks_read_copies_of_their_parts() -> None:
+    """Whether a part has one, and for how many tokens it is read, depends on the part."""
+    model = find_model("qwen3-0.6b").with_float12_copies()
+    whole, halves = (ModelSize.of(model, "bfloat16", num_gpus=n) for n in (1, 2))
+    assert whole.weight_bytes == halves.weight_bytes
+    assert halves.head_copy_saves == whole.head_copy_saves
+    assert halves.small_copies_save < whole.small_copies_save
+    reads = [whole.read_bytes(n, n) for n in range(1, 200)]
+    assert reads == sorted(reads)
 
 
 AMOUNTS = [field.name for field in fields(StepShape)]

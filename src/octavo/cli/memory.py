@@ -256,7 +256,7 @@ class Budget:
         those whose KV fits."""
         element_bytes = self._config.cache.element_bytes(self._dtype)
         kept = self._model_config.kept_by(gpu.kernels)
-        size = ModelSize.of(kept, self._dtype, element_bytes)
+        size = ModelSize.of(kept, self._dtype, element_bytes, self._size)
         cost = CostModel(size, gpu, self._size, self._shape.block_size)
         context = min(CONTEXT, self._model_config.max_model_len)
         rates = {}

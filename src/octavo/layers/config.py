@@ -12,6 +12,7 @@ from typing import Literal
 
 from octavo import float12
 from octavo.errors import ConfigError
+from octavo.float12 import PIECE_ROWS
 from octavo.parallel import OPTION, WHOLE, Shard
 from octavo.routing import RoutingConfig
 
@@ -130,7 +131,7 @@ class LinearConfig:
 
     @property
     def copied_tokens(self) -> range:
-        """How many tokens are multiplied by the copy."""
+        """For which numbers of tokens the copy is read."""
         shape = self.out_features, self.in_features
         if not self.float12_copy:
             return range(0)
@@ -336,7 +337,9 @@ class MLPConfig:
             self.linear_method,
             out_shards=(self.shard,) * merged,
         )
-        return up.with_float12_copy() if self.float12_copies else up
+        # Kernels take gates whose halves are whole pieces of rows.
+        has_pieces = merged == 1 or self.intermediate_size % PIECE_ROWS == 0
+        return up.with_float12_copy() if self.float12_copies and has_pieces else up
 
     @property
     def down(self) -> LinearConfig:

@@ -113,7 +113,7 @@ class LayerConfig:
         return replace(self, attention=replace(self.attention, float12_copies=True), mlp=mlp)
 
     @property
-    def copied(self) -> tuple[LinearConfig, ...]:
+    def copyable(self) -> tuple[LinearConfig, ...]:
         """All that may have copies in 12 bits."""
         attention = (self.attention.qkv, self.attention.output)
         own = (self.mlp.up, self.mlp.down) if isinstance(self.mlp, MLPConfig) else ()
@@ -297,17 +297,17 @@ class ModelDescription:
     @property
     def float12_bytes(self) -> int:
         """What all copies in 12 bits take."""
-        return sum(each.float12_bytes for each in (self.head, *chain(*self.copied)))
+        return sum(each.float12_bytes for each in (self.head, *chain(*self.copyable)))
 
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each."""
-        return sum(each.float12_saves(num_tokens) for each in (self.head, *chain(*self.copied)))
+        return sum(each.float12_saves(num_tokens) for each in (self.head, *chain(*self.copyable)))
 
     @property
-    def copied(self) -> tuple[tuple[LinearConfig, ...], ...]:
+    def copyable(self) -> tuple[tuple[LinearConfig, ...], ...]:
         """Of each layer, all that may have copies in 12 bits."""
-        return tuple(layer.copied for layer in self.layers)
+        return tuple(layer.copyable for layer in self.layers)
 
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the

@@ -10,8 +10,8 @@ core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 6
   F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
 Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
 
-On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS. Heads and
-some others have copies in 12 bits beside them (cuda/linear_copied.py).
+On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS. On
+Hopper many have copies in 12 bits beside them (cuda/linear_copied.py).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class SimulationConfig:
                 raise ConfigError(
                     "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
                 )
-        size = ModelSize.of(model, dtype, self.cache.element_bytes(dtype))
+        size = ModelSize.of(model, dtype, self.cache.element_bytes(dtype), self.num_gpus)
         return Machine(
             model,
             CostModel(size, gpu, self.num_gpus, self.cache.block_size, self.coefficients),

@@ -22,6 +22,7 @@ from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.parallel import Shard
 from octavo.simulation.gpus import GPU
 from octavo.simulation.step_shape import StepShape
 
@@ -117,13 +118,25 @@ class ModelSize:
     num_layers: int
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
-    copy_saves: int = 0  # bytes fewer than the head has its copy in 12 bits, for few rows of logits
-    # The same of projections in layers: for how many tokens, and how many bytes.
-    layer_copies: tuple[tuple[range, int], ...] = ()
+    # How many bytes fewer than the weights their copies in 12 bits have: the head's, which up to so
+    # many rows of logits are multiplied by; and those of projections in layers, which up to
+    # float12.MOST_FOLDED, MOST_OF_LARGE and MOST_TOKENS tokens are multiplied by.
+    head_copy_saves: int = 0
+    head_copy_rows: int = 0
+    small_copies_save: int = 0
+    large_copies_save: int = 0
+    largest_copies_save: int = 0
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
-        """kv_bytes: of a cached element; None: as many as `dtype` has."""
+    def of(
+        cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None, num_gpus: int = 1
+    ) -> ModelSize:
+        """
+        Args:
+            model: the whole one.
+            kv_bytes: of a cached element; None: as many as `dtype` has.
+            num_gpus: that divide the model; whether a part has a copy depends on its shape.
+        """
         dtype_bytes = DTYPE_BYTES[dtype]
         embeddings = model.head.num_parameters
         layer_bytes = 2 * model.num_kv_heads * model.head_dim * (kv_bytes or dtype_bytes)
@@ -132,6 +145,12 @@ class ModelSize:
         read = model.num_parameters() - model.num_lookup_parameters()
         active = model.num_active_parameters() - model.num_lookup_parameters()
         experts = model.num_expert_parameters()
+        shard = model.sharded(Shard(0, num_gpus))
+        head_rows = shard.head.copied_tokens.stop - 1
+        saves: Counter[int] = Counter()
+        for each in chain(*shard.copyable):
+            most = each.copied_tokens.stop - 1
+            saves[most] += num_gpus * each.float12_saves(most)
         return cls(
             weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
@@ -143,25 +162,23 @@ class ModelSize:
             num_layers=model.num_layers,
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
-            copy_saves=model.head.float12_saves(1),
-            layer_copies=_layer_copies(model),
+            head_copy_saves=num_gpus * shard.head.float12_saves(head_rows),
+            head_copy_rows=max(0, head_rows),
+            small_copies_save=saves[float12.MOST_FOLDED],
+            large_copies_save=saves[float12.MOST_OF_LARGE],
+            largest_copies_save=saves[float12.MOST_TOKENS],
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Of weights, by a step of so many tokens and rows of logits, if all choices of experts are
-        equally likely."""
-        saved = self.copy_saves if num_logits <= float12.MOST_TOKENS else 0
-        saved += sum(size for tokens, size in self.layer_copies if num_tokens in tokens)
+        equally likely. A small copy that only several tokens are multiplied by counts for one, too:
+        more tokens never take less time.
+        """
+        saved = self.head_copy_saves if num_logits <= self.head_copy_rows else 0
+        saved += self.largest_copies_save if num_tokens <= float12.MOST_TOKENS else 0
+        saved += self.large_copies_save if num_tokens <= float12.MOST_OF_LARGE else 0
+        saved += self.small_copies_save if num_tokens <= float12.MOST_FOLDED else 0
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
-
-
-def _layer_copies(model: ModelConfig) -> tuple[tuple[range, int], ...]:
-    """See ModelSize.layer_copies."""
-    saves: Counter[range] = Counter()
-    for each in chain(*model.copied):
-        if each.copied_tokens:
-            saves[each.copied_tokens] += each.float12_saves(each.copied_tokens[-1])
-    return tuple(saves.items())
 
 
 class CostModel:

@@ -41,5 +41,6 @@ def find_predictor(engine: Engine) -> StepPredictor | None:
     dtype = computing_dtype(config, model)
     if dtype == "float32":
         return None
-    size = ModelSize.of(model.kept_by(gpu.kernels), dtype, config.cache.element_bytes(dtype))
+    kept, element_bytes = model.kept_by(gpu.kernels), config.cache.element_bytes(dtype)
+    size = ModelSize.of(kept, dtype, element_bytes, capacity.num_ranks)
     return StepPredictor(engine, CostModel(size, gpu, capacity.num_ranks, engine.kv.block_size))

@@ -83,8 +83,8 @@ class StepRecorder:
         model = engine.model_config
         dtype = computing_dtype(engine.config, model)
         kv_bytes = engine.config.cache.element_bytes(dtype)
-        size = asdict(ModelSize.of(model, dtype, kv_bytes))
         num_gpus = engine.executor.capacity.num_ranks
+        size = asdict(ModelSize.of(model, dtype, kv_bytes, num_gpus))
         setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
         self._path = Path(path)
         self._head = json.dumps({"octavo_steps": FORMAT, **asdict(setting)})

@@ -41,8 +41,8 @@ class TransformersConfig(ModelConfig):
         return replace(self, float12_copies=True, num_copied_layers=count)
 
     @property
-    def copied(self) -> tuple[tuple[LinearConfig, ...], ...]:
-        """See ModelDescription.copied."""
+    def copyable(self) -> tuple[tuple[LinearConfig, ...], ...]:
+        """See ModelDescription.copyable."""
         count = self.num_copied_layers
         copied = (tuple(each.with_float12_copy() for each in of) for of in self.projections[:count])
         return (*copied, *self.projections[count:])

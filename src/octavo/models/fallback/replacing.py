@@ -295,8 +295,9 @@ def _replace_feed_forward(built: Built, config: TransformersConfig | None, owner
         if len(has_biases) != 1:
             continue
         into = [children[name] for name in ups]
-        up = make_linear(_with_copy(into, path, config, is_head=False))
-        down_method = make_linear(_with_copy([children[down]], path, config, is_head=False))
+        up = make_linear(_with_copy(into, f"{path}.{ups[0]}", config, is_head=False))
+        last = [children[down]]
+        down_method = make_linear(_with_copy(last, f"{path}.{down}", config, is_head=False))
         owners.append((up, tuple(f"{path}.{name}" for name in ups)))
         owners.append((down_method, (f"{path}.{down}",)))
         _put(built.model, path, FeedForward(up, epilogue, down_method))

@@ -152,6 +152,7 @@ def linear_float12(
     assert num_tokens <= tiles.tokens
     assert size == weight.shape[1]
     halves = 1
+    assert tiles.height == 1 or tiles.fold == 1
     if epilogue.is_gated:
         assert tiles.height <= 2
         assert takes_gates(num_rows)
