@@ -224,6 +224,7 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
     for option, is_there in zip(options, (True, False), strict=True):
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there
-    cpu = ("--device-memory", "64GiB")
-    for others in (("--gpu", "a100-80gb"), cpu, ("--gpu", "h200", "--dtype", "float16")):
+    for others in (("--gpu", "a100-80gb"), ("--gpu", "h200", "--dtype", "float16")):
         assert values(*others)["float12_bytes"] == 0
+    on_this_cpu = octavo("memory", LLAMA_8B.with_name("qwen3-0.6b"), "--json")
+    assert json.loads(on_this_cpu.stdout)["float12_bytes"] == 0
