@@ -22,7 +22,7 @@ class CountingExecutor:
     is_asynchronous = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        self.config = config
+        self.config, self.model_config = config, model_config
         self._vocab_size = model_config.vocab_size
         self._last: dict[int, int] = {}  # sequence -> its last token
         block_size = config.cache.block_size
