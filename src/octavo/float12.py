@@ -28,6 +28,11 @@ def copy_bytes(num_rows: int, size: int) -> int:
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
 
 
+def copied_tokens(num_rows: int, size: int) -> range:
+    """For which numbers of tokens a copy of W [num_rows, size] is read."""
+    return range(fewest_tokens(num_rows, size), most_tokens(num_rows, size) + 1)
+
+
 def fewest_tokens(num_rows: int, size: int) -> int:
     """From how many tokens on: a small W is read by one token as fast as its copy is unpacked."""
     return 1 if num_rows * size >= _LEAST_OF_ONE else 2

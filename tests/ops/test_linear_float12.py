@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gluon_emulator import Emulated
+from linear_cases import relative_error
 from torch import Tensor
 
 from octavo.float12 import has_use, most_tokens
@@ -37,10 +38,6 @@ def random(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
 
 
-def relative(actual: Tensor, wanted: Tensor) -> float:
-    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "size", "num_tokens", "tiles"),
@@ -70,7 +67,7 @@ def test_few_tokens(
         wanted += shift.double()
     y = linear_float12(x, weight, shift, tiles=tiles)
     assert y.shape == wanted.shape
-    assert relative(y, wanted) < 3e-3  # of results in bfloat16
+    assert relative_error(y, wanted) < 3e-3  # of results in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def test_epilogues(
     wanted = apply_epilogue(sums, epilogue)
     y = linear_float12(x, weight, shift, epilogue, tiles)
     assert y.shape == wanted.shape
-    assert relative(y, wanted) < 4e-3  # of results in bfloat16
+    assert relative_error(y, wanted) < 4e-3  # of results in bfloat16
 
 
 def test_a_token_s_result_does_not_depend_on_the_others(hopper: torch.device) -> None:
@@ -168,4 +165,4 @@ def test_projections_of_models(
     wanted = apply_epilogue(x.float() @ unpack_float12(weight, torch.float32).t(), epilogue)
     y = linear_float12(x, weight, None, epilogue)
     assert torch.equal(y, linear_float12(x, weight, None, epilogue))
-    assert relative(y, wanted) < 4e-3  # of results in bfloat16
+    assert relative_error(y, wanted) < 4e-3  # of results in bfloat16

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from gluon_emulator import Emulated
+from linear_cases import expected, relative_error
 from torch import Tensor
 
 from octavo.layers import linear as layers_linear
@@ -24,7 +25,7 @@ from octavo.ops.cuda.linear import CudaLinear, linear, linear_partial
 from octavo.ops.cuda.linear_gemv import Programs, choose_programs, pays_to_norm
 from octavo.ops.cuda.linear_ring import Ring, choose_ring, linear_ring, takes_ring
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
-from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -42,11 +43,6 @@ UNMEASURED = [
 ]
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    return apply_epilogue(y, epilogue)
-
-
 def operands(
     num_tokens: int, num_rows: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,8 +55,8 @@ def operands(
 
 
 def assert_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    error = (actual.double() - wanted).norm() / wanted.norm()
-    assert error < TOLERANCE[dtype], float(error)
+    error = relative_error(actual, wanted)
+    assert error < TOLERANCE[dtype], error
 
 
 @pytest.mark.parametrize("epilogue", Epilogue)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gluon_emulator import Emulated
+from linear_cases import expected, relative_error
 from torch import Tensor
 
 from octavo import float12
@@ -23,7 +24,7 @@ from octavo.ops.cuda.linear_ring_float12 import (
     linear_one_float12,
     linear_ring_float12,
 )
-from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -65,14 +66,9 @@ def operands(num_rows: int, size: int, device: torch.device) -> tuple[Tensor, Te
     return x, weight.bfloat16()
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    shift = None if bias is None else bias.double()
-    return apply_epilogue(F.linear(x.double(), weight.double(), shift), epilogue)
-
-
 def assert_close(actual: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
-    error = (actual.double() - wanted).norm() / wanted.norm()
-    assert error < tolerance, float(error)
+    error = relative_error(actual, wanted)
+    assert error < tolerance, error
 
 
 @pytest.mark.usefixtures("ring_kernels")

@@ -132,10 +132,9 @@ class LinearConfig:
     @property
     def copied_tokens(self) -> range:
         """For which numbers of tokens the copy is read."""
-        shape = self.out_features, self.in_features
         if not self.float12_copy:
             return range(0)
-        return range(float12.fewest_tokens(*shape), float12.most_tokens(*shape) + 1)
+        return float12.copied_tokens(self.out_features, self.in_features)
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:

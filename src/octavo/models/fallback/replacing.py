@@ -158,12 +158,10 @@ class Rotary(nn.Module):
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
 
-def replace_modules(
-    built: Built, dtype: torch.dtype, config: TransformersConfig | None = None
-) -> Owners:
+def replace_modules(built: Built, dtype: torch.dtype, config: TransformersConfig) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
-    config: says which projections have copies in 12 bits; None: none.
+    config: says which projections have copies in 12 bits.
 
     Returns:
         The layers that own weights.
@@ -209,10 +207,9 @@ def merged_linears(built: Built) -> list[list[nn.Linear]]:
 
 
 def _replace_linears(
-    built: Built, dtype: torch.dtype, config: TransformersConfig | None, owners: Owners
+    built: Built, dtype: torch.dtype, config: TransformersConfig, owners: Owners
 ) -> None:
     paths, model = built.paths, built.model
-    parents = {child: module for module in model.modules() for child in module.children()}
     head = output_embeddings(model)
     for linears in merged_linears(built):
         if any(each.weight.dtype != dtype for each in linears):
@@ -228,16 +225,15 @@ def _replace_linears(
         for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
             _put(model, name, ProjectionPart(whole, number, linear))
         # One place in the tree, so that it is found among the model's modules.
-        parents[first].add_module("octavo_" + names[0].rpartition(".")[2], whole)
+        parent, _, name = names[0].rpartition(".")
+        model.get_submodule(parent).add_module(f"octavo_{name}", whole)
 
 
 def _with_copy(
-    linears: Sequence[nn.Linear], path: str, config: TransformersConfig | None, is_head: bool
+    linears: Sequence[nn.Linear], path: str, config: TransformersConfig, is_head: bool
 ) -> LinearConfig:
     """What projections with that path are, with a copy in 12 bits if they are to have one."""
     described, number = linear_config(linears), layer_number(path)
-    if config is None:
-        return described
     in_copied = number is not None and number < config.num_copied_layers
     is_copied = config.float12_copies if is_head else in_copied
     return described.with_float12_copy() if is_copied else described
@@ -275,7 +271,7 @@ class _Stub(nn.Module):
         return self.result
 
 
-def _replace_feed_forward(built: Built, config: TransformersConfig | None, owners: Owners) -> None:
+def _replace_feed_forward(built: Built, config: TransformersConfig, owners: Owners) -> None:
     found, shared = built.recording.linears, _shared(built.model)
     for path, module in list(built.model.named_modules()):
         linears = [(n, c) for n, c in module.named_children() if type(c) is nn.Linear]

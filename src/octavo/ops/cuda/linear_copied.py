@@ -31,8 +31,7 @@ class CopiedLinear(CudaLinear):
         """
         super().__init__(weight, is_chained)
         self._copy = pack_float12(weight)
-        self._fewest = float12.fewest_tokens(*self._copy.shape)
-        self._most = float12.most_tokens(*self._copy.shape)
+        self._copied_tokens = float12.copied_tokens(*self._copy.shape)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
@@ -48,7 +47,7 @@ class CopiedLinear(CudaLinear):
 
     def norms_inputs(self, num_tokens: int, norms_branch: bool) -> bool:
         """See NormingKernel.norms_inputs: of the copy's kernels, rings do."""
-        is_copied = self._fewest == 1 and not self._is_in_ring
+        is_copied = 1 in self._copied_tokens and not self._is_in_ring
         return not is_copied and super().norms_inputs(num_tokens, norms_branch)
 
     def _takes(self, epilogue: Epilogue) -> bool:
@@ -61,7 +60,7 @@ class CopiedLinear(CudaLinear):
         if len(x) == 1 and self._is_in_ring:
             return False
         return (
-            self._fewest <= len(x) <= self._most
+            len(x) in self._copied_tokens
             and x.dtype == torch.bfloat16
             and x.stride(1) == 1
             and x.stride(0) % 8 == 0
@@ -71,7 +70,7 @@ class CopiedLinear(CudaLinear):
     def _apply_ring(
         self, x: Tensor | DeferredNorm, bias: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        if self._fewest > 1 or not self._takes(epilogue):
+        if 1 not in self._copied_tokens or not self._takes(epilogue):
             return super()._apply_ring(x, bias, epilogue)
         from octavo.ops.cuda.linear_ring_float12 import linear_one_float12
 
