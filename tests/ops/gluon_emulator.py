@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 PATIENCE = 20.0  # seconds that a partition waits at a barrier
 _atomic = threading.Lock()
-_partition = threading.local()  # `num_warps` of the one that the thread runs, unless the first
+_partition = threading.local()  # `num_warps` of the one that the thread runs, if it runs one
 # Of Gluon's names, what torch has under another one.
 DTYPES = {
     "float32": torch.float32,
@@ -269,7 +269,7 @@ class _Namespaces:
             convert_layout=lambda values, layout, assert_trivial=False: values,
             broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=_assembly,
-            warp_specialize=_partitions,
+            warp_specialize=partial(_partitions, num_warps),
             load=partial(_load_of, halts, polls),
             store=_store,
             atomic_add=partial(_atomic_add, halts, polls),
@@ -408,6 +408,7 @@ def _atomic_add(
 
 
 def _partitions(
+    num_warps: int,
     functions: list[tuple[Callable[..., Any], tuple[Any, ...]]],
     warps: list[int],
     registers: object,
@@ -416,8 +417,7 @@ def _partitions(
     results: dict[int, Any] = {}
 
     def carry_out(i: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if i > 0:
-            _partition.num_warps = warps[i - 1]
+        _partition.num_warps = num_warps if i == 0 else warps[i - 1]
         try:
             results[i] = function(*args)
         except BaseException as error:

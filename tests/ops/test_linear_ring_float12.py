@@ -42,7 +42,8 @@ SHAPES = [
     (2560, 10240, Epilogue.NONE),
     (1536, 8960, Epilogue.NONE),
 ]
-RINGS = [Float12Ring(8, 16, 2, 150), Float12Ring(8, 8, 3, 150), Float12Ring(4, 16, 2, 150)]
+# Rows and pieces of a block, and blocks.
+RINGS = [Float12Ring(*each, 150) for each in ((8, 16, 2), (8, 8, 3), (16, 8, 2), (8, 32, 2))]
 
 
 @pytest.fixture

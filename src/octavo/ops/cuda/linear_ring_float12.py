@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
@@ -53,11 +53,11 @@ from octavo.ops.cuda.linear_ring import (
     useful_share,
 )
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
-_TILE_ROWS = tl.constexpr(64)  # of the left operand
+_FOLD = tl.constexpr(8)  # pieces of x
 _PIECE_INPUTS = tl.constexpr(PIECE_INPUTS)
 _PIECE_ROWS = tl.constexpr(PIECE_ROWS)
 _SIGNS = tl.constexpr(PIECE_WORDS // 3 * 2)  # words of a piece, before those with exponents
@@ -92,17 +92,20 @@ _TO_BFLOAT16 = tl.constexpr(_assembly())
 class Float12Ring:
     """What a program of the kernel takes."""
 
-    rows: int  # of W, or of each half, in a block: 8, or 4
-    pieces: int  # of each: 8 or 16, at least 64 / rows
+    rows: int  # of W, or of each half, in a block: a multiple of 8
+    pieces: int  # of each: a multiple of 8
     stages: int  # blocks in shared memory
     pause: int  # nanoseconds after each block that is loaded before the wait
 
 
+_WARPS = 4  # that multiply
 _MOST_STAGES = 13
+_SMALL_SUMS = 4096  # bytes, which fit beside the rings and attention
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
-# Rows and pieces. Blocks of the first tile are the largest, so that least is spent on waiting for
-# them: others are taken only where they leave SMs or columns idle less often.
-_TILES = ((8, 16), (8, 8), (4, 16))
+# Of a thread, of twice four warps: what the one that loads does not need goes to the others.
+_REGISTERS, _LOADING_REGISTERS = 72, 24
+# Rows and pieces. The second one is taken where the first would leave SMs or columns idle.
+_TILES = ((8, 16), (16, 8))
 _LEAST_GAIN = 1.05
 
 
@@ -118,9 +121,11 @@ def choose_float12_ring(num_rows: int, size: int, is_gated: bool, num_programs: 
 
     rows, pieces = max(_TILES, key=share)
     nbytes = halves * pieces * rows * (4 * PIECE_WORDS // PIECE_ROWS)
-    stages = ring_memory(size, PIECE_INPUTS, is_gated) // nbytes
-    blocks = most_units(num_rows // halves, rows, num_programs)
-    blocks *= triton.cdiv(size, pieces * PIECE_INPUTS)
+    units = most_units(num_rows // halves, rows, num_programs)
+    of_sums = 4 * _WARPS * halves * rows * power_of_2(units)
+    memory = ring_memory(size, PIECE_INPUTS, is_gated) - max(0, of_sums - _SMALL_SUMS)
+    stages = memory // nbytes
+    blocks = units * triton.cdiv(size, pieces * PIECE_INPUTS)
     return Float12Ring(
         rows, pieces, min(stages, _MOST_STAGES, blocks), _PAUSE * nbytes // _PAUSED_BYTES
     )
@@ -155,12 +160,13 @@ def linear_ring_float12(
         num_rows //= 2
         assert num_rows % PIECE_ROWS == 0
     out = x.new_empty((1, num_rows), dtype=x.dtype if norm is None else norm.dtype)
-    words = _SIGNS.value * ring.rows // PIECE_ROWS
+    height = ring.rows // PIECE_ROWS
+    num_blocks = triton.cdiv(size, ring.pieces * PIECE_INPUTS)
     _linear_ring_float12_kernel[(num_programs,)](
         x,
         *norm_tensors(norm),
-        swizzled_descriptor(weight.words, [1, ring.pieces, words], 0),
-        swizzled_descriptor(weight.words, [1, ring.pieces, words // 2], 0),
+        swizzled_descriptor(weight.words, [height, ring.pieces, _SIGNS.value], 0),
+        swizzled_descriptor(weight.words, [height, ring.pieces, _SIGNS.value // 2], 0),
         weight.scales,
         bias,
         out,
@@ -168,77 +174,87 @@ def linear_ring_float12(
         size,
         0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
-        ROWS=ring.rows,
         STAGES=ring.stages,
         PAUSE=pause_for(ring.pause),
-        LOADS=triton.cdiv(size, _PART_PIECES.value * PIECE_INPUTS),
-        BLOCKS=triton.cdiv(size, ring.pieces * PIECE_INPUTS),
+        LOADS=triton.cdiv(num_blocks * ring.pieces, _PART_PIECES.value),
+        BLOCKS=num_blocks,
+        UNITS=power_of_2(most_units(num_rows, ring.rows, num_programs)),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        num_warps=4,
+        LOADING_REGISTERS=_LOADING_REGISTERS,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
         **launch_options(x.device),
     )
     return out
 
 
 @gluon.jit
-def _fetch(signs, exponents, buffers, stage, row, piece, num_rows, GATED: gl.constexpr):
+def _fetch(sources, buffers, ready, stage, group, piece, num_groups, GATED: gl.constexpr):
     """Load a block of W."""
-    sign_tiles, exponent_tiles, ready = buffers
+    signs, exponents = sources
+    sign_tiles, exponent_tiles = buffers
     HALVES: gl.constexpr = 2 if GATED else 1
     NBYTES: gl.constexpr = signs.block_type.nbytes + exponents.block_type.nbytes
-    WORDS: gl.constexpr = signs.block_type.shape[2]
     mbarrier.expect(ready.index(stage), HALVES * NBYTES)
     for half in gl.static_range(HALVES):
-        own = row + half * num_rows
-        group = own // _PIECE_ROWS
-        # Of a piece, a program of four rows takes the words of its first or its last 16 threads.
-        place = own % _PIECE_ROWS * (_SIGNS // _PIECE_ROWS) if WORDS < _SIGNS else 0
-        at = [group, piece, place]
-        _fetch_tile(signs, at, ready.index(stage), sign_tiles.index(stage * HALVES + half))
-        at = [group, piece, _SIGNS + place // 2]
-        _fetch_tile(exponents, at, ready.index(stage), exponent_tiles.index(stage * HALVES + half))
+        place = stage * HALVES + half
+        at = [group + half * num_groups, piece, 0]
+        _fetch_tile(signs, at, ready.index(stage), sign_tiles.index(place))
+        at = [group + half * num_groups, piece, _SIGNS]
+        _fetch_tile(exponents, at, ready.index(stage), exponent_tiles.index(place))
+
+
+@gluon.jit
+def _produce(
+    sources,
+    buffers,
+    barriers,
+    count,
+    num_groups,
+    PAUSE: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that loads W."""
+    ready, free = barriers
+    HEIGHT: gl.constexpr = sources[0].block_type.shape[0]
+    PIECES: gl.constexpr = sources[0].block_type.shape[1]
+    STAGES: gl.constexpr = ready.shape[0]
+    group = gl.program_id(0) * HEIGHT
+    piece = 0
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1, pred=i >= STAGES)
+        _fetch(sources, buffers, ready, stage, group, piece, num_groups, GATED)
+        group, piece = _following(group, piece, PIECES, BLOCKS, HEIGHT)
+        if PDL and i < STAGES:
+            gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def _layout(each: int, words: int, fold: int) -> gl.DistributedLinearLayout:
-    """Where threads have the words of `fold` pieces: `each` neighbouring ones of a piece, and of
-    one that belongs to the eighth row below in the left operand."""
+def _layout(each: int, words: int) -> gl.DistributedLinearLayout:
+    """Where threads have the words of eight pieces: `each` neighbouring ones of a piece, and of the
+    next one, which belongs to the eighth row below in the left operand."""
     columns = [each << i for i in range((words // each).bit_length() - 1)]
-    below = fold // 8  # pieces in eight rows
     return gl.DistributedLinearLayout(
-        [[0, 1 << i] for i in range(each.bit_length() - 1)] + [[below, 0]],
-        [[0, column] for column in columns] + [[1, 0]] * (below - 1),
-        [[2 * below, 0], [4 * below, 0]],
+        [[0, 1 << i] for i in range(each.bit_length() - 1)] + [[1, 0]],
+        [[0, column] for column in columns],
+        [[2, 0], [4, 0]],
         [],
-        [fold, words],
+        [_FOLD.value, words],
     )
 
 
 @gluon.jit
-def _load(sign_tiles, exponent_tiles, stage, HALVES: gl.constexpr, FOLD: gl.constexpr):
-    """A stage's words: for each half, for each FOLD pieces, those with signs and exponents."""
-    PIECES: gl.constexpr = sign_tiles.shape[1]
-    WORDS: gl.constexpr = sign_tiles.shape[2]
-    SIGNS: gl.constexpr = _layout(4, WORDS, FOLD)
-    EXPONENTS: gl.constexpr = _layout(2, WORDS // 2, FOLD)
-    found = ()
-    for half in gl.static_range(HALVES):
-        of_signs = sign_tiles.index(stage * HALVES + half)
-        of_exponents = exponent_tiles.index(stage * HALVES + half)
-        for start in gl.static_range(0, PIECES, FOLD):
-            found += (
-                of_signs.slice(start, FOLD).load(SIGNS),
-                of_exponents.slice(start, FOLD).load(EXPONENTS),
-            )  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
-def _unpacked(signs, exponents, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of pieces [FOLD, words] -> bfloat16 [FOLD * ROWS, inputs of a piece] / 2 ** UNIT, the
-    tensor cores' left operand in registers; the rows of a piece are neighbours."""
+def _left(tiles, place, LAYOUT: gl.constexpr):
+    """The left operand of the eight pieces at that place: bfloat16 [rows, inputs of a piece] /
+    2 ** UNIT, in registers; the rows of a piece are neighbours."""
+    sign_tiles, exponent_tiles = tiles
+    signs = sign_tiles.index(place).load(_layout(4, _SIGNS))
+    exponents = exponent_tiles.index(place).load(_layout(2, _SIGNS // 2))
     parts = gl.inline_asm_elementwise(
         _TO_BFLOAT16,
         "=&r,=&r,=&r,=&r,r,r,r,r",
@@ -249,29 +265,139 @@ def _unpacked(signs, exponents, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     )
     values = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
     # [piece, row, thread of the row, two words, place in the register, word of two, half of 16]
-    values = values.reshape([signs.shape[0], ROWS, 4, 2, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
-    values = values.reshape([_TILE_ROWS, _PIECE_INPUTS])
+    values = values.reshape([_FOLD, _PIECE_ROWS, 4, 2, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
+    values = values.reshape([_FOLD * _PIECE_ROWS, _PIECE_INPUTS])
     return gl.convert_layout(values, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
 
 
 @gluon.jit
-def _by_row(acc, ROWS: gl.constexpr):
-    """[ROWS]: the sums of the products of pieces with the pieces of x that they belong to."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    FOLD: gl.constexpr = acc.shape[1]
-    piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) // ROWS
-    column = gl.arange(0, FOLD, layout=gl.SliceLayout(0, LAYOUT))
-    # Two sums: the lanes that one would go over, of columns and of pieces of four rows, are not
-    # neighbours in a warp, and then Triton 3.6 adds up wrong ones.
-    own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
-    return gl.sum(own.reshape([FOLD, ROWS]), 0)
+def _added(sums, place: gl.constexpr, left, right):
+    """With a product added to those at that place."""
+    found = ()
+    for i in gl.static_range(len(sums)):
+        found += (mma_v2(left, right, sums[i]) if i == place else sums[i],)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
-def _scales_of(scales, unit, num_rows, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Those of a unit's rows, for each row of the left operand."""
-    row = gl.arange(0, _TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT)) % ROWS
-    return gl.load(scales + gl.minimum(_first_row(unit, ROWS) + row, num_rows - 1))
+def _by_warp(acc):
+    """[warps, rows of a piece]: the sums of each warp's products of pieces with the pieces of x
+    that they belong to."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    WARPS: gl.constexpr = gl.num_warps()
+    piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) // _PIECE_ROWS
+    column = gl.arange(0, _FOLD, layout=gl.SliceLayout(0, LAYOUT))
+    own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
+    return gl.sum(own.reshape([WARPS, _FOLD // WARPS, _PIECE_ROWS]), 1)
+
+
+@gluon.jit
+def _consume(
+    source,
+    norm_weights,
+    scales,
+    bias,
+    out,
+    tiles,
+    x_parts,
+    sums_of_warps,
+    barriers,
+    num_units,
+    num_rows,
+    size,
+    eps,
+    OFFSET: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    TILES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The partition that makes the inputs, multiplies, and writes results."""
+    x, residual, total = source
+    norm_weight, branch_weight = norm_weights
+    ready, free = barriers
+    STAGES: gl.constexpr = ready.shape[0]
+    LOADS: gl.constexpr = x_parts.shape[0]
+    WIDTH: gl.constexpr = _PIECE_INPUTS
+    HALVES: gl.constexpr = 2 if GATED else 1
+    GROUPS: gl.constexpr = HALVES * HEIGHT
+    OF_HALF: gl.constexpr = sums_of_warps.shape[1]
+    # A product is not waited for by the next one, if it has sums of its own.
+    SUMS: gl.constexpr = 2 if GROUPS == 1 and TILES > 1 else GROUPS
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
+    )
+    INPUTS: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
+    # Of the sums of all units, those of four warps are in one thread.
+    ALL: gl.constexpr = gl.BlockedLayout([1, 4, 1], [4, 1, 8], [gl.num_warps(), 1, 1], [2, 1, 0])
+    RESULTS: gl.constexpr = gl.SliceLayout(1, ALL)
+    OF_GROUPS: gl.constexpr = [HALVES * OF_HALF, gl.num_warps(), _PIECE_ROWS]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums_of_groups = reinterpreted(sums_of_warps, OF_GROUPS, PLAIN)
+    right = tiles_of_rows(x_parts, _FOLD)
+    weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
+    branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
+    own_group = gl.arange(0, OF_HALF, layout=gl.SliceLayout(1, RESULTS))
+    place = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(0, RESULTS))
+    first = _first_row(own_group // HEIGHT, HEIGHT * _PIECE_ROWS)
+    rows = (first + own_group % HEIGHT * _PIECE_ROWS)[:, None] + place[None, :]
+    is_row = rows < num_rows
+    factors = ()
+    shifts = ()
+    for half in gl.static_range(HALVES):
+        of_half = half * num_rows + rows
+        factors += (gl.load(scales + of_half, mask=is_row, other=0.0),)  # type: ignore[assignment]
+        if HAS_BIAS:
+            shifts += (gl.load(bias + of_half, mask=is_row, other=0.0),)  # type: ignore[assignment]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    parts = _inputs(
+        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
+    )
+    for i in gl.static_range(LOADS):
+        rounded = parts[i].to(gl.bfloat16).to(gl.float32)
+        x_parts.index(i).store((rounded * _INPUT_FACTOR).to(gl.bfloat16))
+    _barrier()
+    none = gl.zeros([_FOLD * _PIECE_ROWS, _FOLD], gl.float32, LAYOUT)
+    stage = 0
+    phase = 0
+    for unit in range(num_units):
+        sums = (none,) * SUMS
+        for block in range(BLOCKS):
+            mbarrier.wait(ready.index(stage), phase)
+            for i in gl.static_range(TILES):
+                inputs = right.index(block * TILES + i).permute((1, 0)).load(INPUTS)
+                for group in gl.static_range(GROUPS):
+                    left = _left(tiles, (stage * GROUPS + group) * TILES + i, LAYOUT)
+                    sums = _added(sums, (i * GROUPS + group) % SUMS, left, inputs)
+            # Each thread has its words: none waits for the others before the place is free.
+            async_copy.mbarrier_arrive(free.index(stage), increment_count=False)
+            is_end = stage == STAGES - 1
+            stage = gl.where(is_end, 0, stage + 1)
+            phase = gl.where(is_end, 1 - phase, phase)
+        if SUMS > GROUPS:
+            sums = (sums[0] + sums[1],)
+        for half in gl.static_range(HALVES):
+            for i in gl.static_range(HEIGHT):
+                at = half * OF_HALF + unit * HEIGHT + i
+                sums_of_groups.index(at).store(_by_warp(sums[half * HEIGHT + i]))
+    _barrier()
+    halves = ()
+    for half in gl.static_range(HALVES):
+        y = gl.sum(sums_of_warps.index(half).load(ALL), 1)
+        y *= _SUM_FACTOR * factors[half]
+        if HAS_BIAS:
+            y += shifts[half].to(gl.float32)
+        halves += (y,)  # type: ignore[assignment]
+    if GATED:
+        y = _activate_gated(halves[0], halves[1], EPILOGUE)  # type: ignore[misc]
+    else:
+        y = _activate(halves[0], EPILOGUE)
+    gl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)
 
 
 @gluon.jit
@@ -290,14 +416,15 @@ def _linear_ring_float12_kernel(
     size,
     eps,
     OFFSET: gl.constexpr,
-    ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     PAUSE: gl.constexpr,
     LOADS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    UNITS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """epilogue(x W^T + b) into out [num_rows].
@@ -305,117 +432,85 @@ def _linear_ring_float12_kernel(
     Args:
         signs, exponents: descriptors of both kinds of words of W's pieces.
         scales: of each row of W.
-        ROWS: of W, or of each half, in a block.
         PAUSE: what is done between loads before the wait, in PTX.
         LOADS: parts in which x is loaded.
         BLOCKS: blocks of a row of W.
+        UNITS: at least as many as times that a program takes a block's rows.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
-    FOLD: gl.constexpr = _TILE_ROWS // ROWS
+    HEIGHT: gl.constexpr = signs.block_type.shape[0]
     PIECES: gl.constexpr = signs.block_type.shape[1]
-    TILES: gl.constexpr = PIECES // FOLD  # of the left operand, in a block of each half
-    SIGNS: gl.constexpr = signs.block_type.shape[2]
-    WIDTH: gl.constexpr = _PIECE_INPUTS
     WHOLE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
-    )
-    INPUTS: gl.constexpr = gl.DotOperandLayout(1, SUMS, k_width=2)
-    sign_blocks = gl.allocate_shared_memory(
-        gl.int32, [STAGES * HALVES, 1, PIECES, SIGNS], signs.layout
-    )
-    exponent_blocks = gl.allocate_shared_memory(
-        gl.int32, [STAGES * HALVES, 1, PIECES, SIGNS // 2], exponents.layout
-    )
-    x_parts = gl.allocate_shared_memory(gl.bfloat16, [LOADS, _PART_PIECES, WIDTH], WHOLE)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    sign_tiles = reinterpreted(sign_blocks, [STAGES * HALVES, PIECES, SIGNS], FLAT)
-    exponent_tiles = reinterpreted(exponent_blocks, [STAGES * HALVES, PIECES, SIGNS // 2], FLAT)
-    right = tiles_of_rows(x_parts, FOLD)
+    OF_SIGNS: gl.constexpr = [STAGES * HALVES, HEIGHT, PIECES, _SIGNS]
+    OF_EXPONENTS: gl.constexpr = [STAGES * HALVES, HEIGHT, PIECES, _SIGNS // 2]
+    sign_blocks = gl.allocate_shared_memory(gl.int32, OF_SIGNS, signs.layout)
+    exponent_blocks = gl.allocate_shared_memory(gl.int32, OF_EXPONENTS, exponents.layout)
+    NUM_TILES: gl.constexpr = STAGES * HALVES * HEIGHT * PIECES // _FOLD
+    tiles = (
+        reinterpreted(sign_blocks, [NUM_TILES, _FOLD, _SIGNS], FLAT),
+        reinterpreted(exponent_blocks, [NUM_TILES, _FOLD, _SIGNS // 2], FLAT),
+    )
+    OF_WARPS: gl.constexpr = [HALVES, UNITS * HEIGHT, gl.num_warps(), _PIECE_ROWS]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    sums_of_warps = gl.allocate_shared_memory(gl.float32, OF_WARPS, PLAIN)
+    x_parts = gl.allocate_shared_memory(gl.bfloat16, [LOADS, _PART_PIECES, _PIECE_INPUTS], WHOLE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(STAGES):
         mbarrier.init(ready.index(each), count=1)
+        mbarrier.init(free.index(each), count=32 * gl.num_warps())
     fence_async_shared()
-    buffers = (sign_blocks, exponent_blocks, ready)
+    ROWS: gl.constexpr = HEIGHT * _PIECE_ROWS
     num_units = gl.cdiv(gl.cdiv(num_rows, ROWS) - gl.program_id(0), gl.num_programs(0))
-    count = num_units * BLOCKS
-    row = gl.program_id(0) * ROWS
-    piece = 0
-    for stage in range(gl.minimum(count, STAGES)):
-        _fetch(signs, exponents, buffers, stage, row, piece, num_rows, GATED)
-        row, piece = _following(row, piece, PIECES, BLOCKS, ROWS)
-        if PDL:
-            gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
-    branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
-    scale = _scales_of(scales, 0, num_rows, ROWS, SUMS)
-    up_scale = scale
-    if GATED:
-        up_scale = _scales_of(scales + num_rows, 0, num_rows, ROWS, SUMS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    parts = _inputs(
-        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
+    barriers = (ready, free)
+    sources = (signs, exponents)
+    buffers = (sign_blocks, exponent_blocks)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    (x, residual, total),
+                    (norm_weight, branch_weight),
+                    scales,
+                    bias,
+                    out,
+                    tiles,
+                    x_parts,
+                    sums_of_warps,
+                    barriers,
+                    num_units,
+                    num_rows,
+                    size,
+                    eps,
+                    OFFSET,
+                    HEIGHT,
+                    PIECES // _FOLD,
+                    BLOCKS,
+                    EPILOGUE,
+                    GATED,
+                    HAS_BIAS,
+                    PDL,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    sources,
+                    buffers,
+                    barriers,
+                    num_units * BLOCKS,
+                    num_rows // _PIECE_ROWS,
+                    PAUSE,
+                    BLOCKS,
+                    GATED,
+                    PDL,
+                ),
+            ),
+        ],
+        [1],
+        [LOADING_REGISTERS],
     )
-    for i in gl.static_range(LOADS):
-        rounded = parts[i].to(gl.bfloat16).to(gl.float32)
-        x_parts.index(i).store((rounded * _INPUT_FACTOR).to(gl.bfloat16))
-    _barrier()
-    none = gl.zeros([_TILE_ROWS, FOLD], gl.float32, SUMS)
-    missing = count - STAGES  # blocks that are not asked for
-    following = 1  # block, of all of the program
-    stage = 0
-    phase = 0
-    mbarrier.wait(ready.index(0), 0, pred=count > 0)
-    words = _load(sign_tiles, exponent_tiles, 0, HALVES, FOLD)
-    for unit in range(num_units):
-        next_scale = _scales_of(scales, unit + 1, num_rows, ROWS, SUMS)
-        next_up_scale = next_scale
-        if GATED:
-            next_up_scale = _scales_of(scales + num_rows, unit + 1, num_rows, ROWS, SUMS)
-        acc = none
-        other = none
-        for block in range(BLOCKS):
-            if missing > 0:
-                _barrier()  # All warps have this block's words: its place is free.
-                _fetch(signs, exponents, buffers, stage, row, piece, num_rows, GATED)
-                row, piece = _following(row, piece, PIECES, BLOCKS, ROWS)
-                missing -= 1
-            is_end = stage == STAGES - 1
-            stage = gl.where(is_end, 0, stage + 1)
-            phase = gl.where(is_end, 1 - phase, phase)
-            mbarrier.wait(ready.index(stage), phase, pred=following < count)
-            following += 1
-            next_words = _load(sign_tiles, exponent_tiles, stage, HALVES, FOLD)
-            for i in gl.static_range(TILES):
-                inputs = right.index(block * TILES + i).permute((1, 0)).load(INPUTS)
-                left = _unpacked(words[2 * i], words[2 * i + 1], ROWS, SUMS)
-                if GATED:
-                    acc = mma_v2(left, inputs, acc)
-                    left = _unpacked(words[2 * (TILES + i)], words[2 * (TILES + i) + 1], ROWS, SUMS)
-                    other = mma_v2(left, inputs, other)
-                elif i % 2 == 0:
-                    acc = mma_v2(left, inputs, acc)
-                else:
-                    other = mma_v2(left, inputs, other)
-            words = next_words
-        if not GATED and TILES > 1:
-            acc += other
-        y = _by_row(acc * _SUM_FACTOR * scale[:, None], ROWS)
-        rows = _first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
-        if HAS_BIAS:
-            y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
-        if GATED:
-            ups = _by_row(other * _SUM_FACTOR * up_scale[:, None], ROWS)
-            if HAS_BIAS:
-                shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
-                ups += shift.to(gl.float32)
-            y = _activate_gated(y, ups, EPILOGUE)
-        else:
-            y = _activate(y, EPILOGUE)
-        gl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < num_rows)
-        scale = next_scale
-        up_scale = next_up_scale
