@@ -7,13 +7,12 @@ from __future__ import annotations
 
 PIECE_ROWS, PIECE_INPUTS = 8, 64
 MOST_TOKENS = 128  # times a weight of many rows
-MOST_OF_LARGE = 64  # tokens times a large weight of fewer rows than a vocabulary has
-MOST_FOLDED = 16  # tokens times others
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
+_MOST_OF_FEWER = 64  # tokens times others
+_ROWS_OF_TOKEN = 200  # of these others, for each token that gains
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
 _LEAST_OF_ONE = 7 << 20  # weights that one token reads from a copy
-_LARGE_SIZE = 24 << 20  # weights that more than MOST_FOLDED tokens read from one
 
 
 def has_use(num_rows: int, size: int) -> bool:
@@ -30,7 +29,7 @@ def copy_bytes(num_rows: int, size: int) -> int:
 
 def copied_tokens(num_rows: int, size: int) -> range:
     """For which numbers of tokens a copy of W [num_rows, size] is read."""
-    return range(fewest_tokens(num_rows, size), most_tokens(num_rows, size) + 1)
+    return range(fewest_tokens(num_rows, size), most_tokens(num_rows) + 1)
 
 
 def fewest_tokens(num_rows: int, size: int) -> int:
@@ -38,12 +37,15 @@ def fewest_tokens(num_rows: int, size: int) -> int:
     return 1 if num_rows * size >= _LEAST_OF_ONE else 2
 
 
-def most_tokens(num_rows: int, size: int) -> int:
-    """Up to how many tokens times W [num_rows, size], which has a copy, take less time with it.
+def most_tokens(num_rows: int) -> int:
+    """Up to how many tokens times a W of so many rows, which has a copy, take less time with it: a
+    power of two.
 
     A W of many rows, such as the head's, keeps all SMs busy with tiles that many tokens share. One
-    of fewer has tiles that are folded: the more tokens, the less that gains.
+    of fewer has tiles that are folded: the more tokens, the less that gains. The limits are an
+    H200's; an H100, whose memory is slower, would gain with some more tokens.
     """
     if num_rows >= MANY_ROWS:
         return MOST_TOKENS
-    return MOST_OF_LARGE if num_rows * size >= _LARGE_SIZE else MOST_FOLDED
+    few = max(1, num_rows // _ROWS_OF_TOKEN)
+    return min(_MOST_OF_FEWER, 1 << (few.bit_length() - 1))

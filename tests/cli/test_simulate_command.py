@@ -111,11 +111,10 @@ def steps(tmp_path: Path) -> Path:
     from octavo.simulation.cost_model import ModelSize
     from octavo.simulation.models import find_model
 
-    size = asdict(ModelSize.of(find_model("opt-13b"), "float16"))
+    size = ModelSize.of(find_model("opt-13b"), "float16")
     model = cost_model_of(Setting(size, "a100-40gb", 1, 16), Coefficients())
-    lines = [
-        {"octavo_steps": 1, "model": size, "gpu": "a100-40gb", "num_gpus": 1, "block_size": 16}
-    ]
+    setting = {"model": asdict(size), "gpu": "a100-40gb", "num_gpus": 1, "block_size": 16}
+    lines = [{"octavo_steps": 1, **setting}]
     for n in range(1, 60):
         shape = StepShape(n, n, n, 100 * n, 0)
         lines.append(asdict(StepRecord.of(shape, model.seconds(shape), 0.0, 0.0)))

@@ -134,7 +134,7 @@ MODELS = [
 @pytest.mark.parametrize(("num_rows", "size"), [*MODELS, (1024, 64), (33000, 14336)])
 def test_tiles_fit(num_rows: int, size: int) -> None:
     for num_tokens in range(1, 129):
-        if num_tokens > most_tokens(num_rows, size):
+        if num_tokens > most_tokens(num_rows):
             break
         tiles = choose_float12_tiles(num_tokens, num_rows, size, 132)
         assert num_tokens <= tiles.tokens < 2 * max(num_tokens, 8)
@@ -142,9 +142,8 @@ def test_tiles_fit(num_rows: int, size: int) -> None:
 
 
 def test_which_products_pay() -> None:
-    assert most_tokens(5120, 2880) == 16
-    assert most_tokens(28672, 4096) == 64
-    assert most_tokens(128256, 4096) == 128
+    limits = {128256: 128, 33792: 128, 28672: 64, 9216: 32, 5120: 16, 2560: 8, 1024: 4}
+    assert {num_rows: most_tokens(num_rows) for num_rows in limits} == limits
     assert has_use(2048, 4096)
     assert not any(has_use(*each) for each in ((512, 1 << 20), (2048, 1024), (4096, 4100)))
 
@@ -157,7 +156,7 @@ def test_which_products_pay() -> None:
 def test_projections_of_models(
     num_rows: int, size: int, num_tokens: int, epilogue: Epilogue
 ) -> None:
-    if num_tokens > most_tokens(num_rows, size) or (epilogue.is_gated and num_rows % 16):
+    if num_tokens > most_tokens(num_rows) or (epilogue.is_gated and num_rows % 16):
         pytest.skip("not computed by the copy")
     device = torch.device("cuda")
     weight = pack_float12(random(num_rows, size, device=device) * size**-0.5)

@@ -27,7 +27,7 @@ TRUE = Coefficients(
     copy_efficiency=0.3,
     swap_efficiency=0.6,
 )
-SETTING = Setting(asdict(ModelSize.of(find_model("opt-13b"), "float16")), "a100-40gb", 1, 16)
+SETTING = Setting(ModelSize.of(find_model("opt-13b"), "float16"), "a100-40gb", 1, 16)
 
 
 def made_up_steps(count: int, noise: float = 0.0, setting: Setting = SETTING) -> list[StepRecord]:
@@ -118,7 +118,7 @@ def test_an_engine_s_steps_are_recorded(tmp_path: Path) -> None:
         assert llm.engine.observers == []
         num_layers = llm.engine.model_config.num_layers
     setting, records = read_step_records(file)
-    assert (setting.gpu, setting.block_size, setting.model["num_layers"]) == ("cpu", 8, num_layers)
+    assert (setting.gpu, setting.block_size, setting.model.num_layers) == ("cpu", 8, num_layers)
     # The first step of each call is not known to have begun when the engine was idle.
     assert [r.num_seqs for r in records] == [2, 2, 1, 1, 1, *[1] * 5]
     assert [r.kv_tokens for r in records] == [41 + 6, 42 + 7, 43, 44, 45, 4, 5, 6, 7, 8]

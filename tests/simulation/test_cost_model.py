@@ -106,8 +106,8 @@ def test_copies_are_read_for_few_tokens() -> None:
         assert plain.read_bytes(num_tokens, num_logits) - read == pytest.approx(saved, rel=3e-3)
     assert copied.read_bytes(129, 129) == plain.read_bytes(129, 129)
     copied = ModelSize.of(config.with_float12_copies(10), "bfloat16")
-    large, small = 2 * (6144 * 4096 + 3 * 14336 * 4096) / 4, 2 * 4096 * 4096 / 4
-    for num_tokens, saved in [(1, large + small), (16, large + small), (17, large), (65, 0)]:
+    gates, others = 2 * 2 * 14336 * 4096 / 4, 2 * (6144 + 14336 + 4096) * 4096 / 4
+    for num_tokens, saved in [(1, gates + others), (16, gates + others), (17, gates), (65, 0)]:
         read = copied.read_bytes(num_tokens, 1)
         expected = quarter + 10 * saved
         assert plain.read_bytes(num_tokens, 1) - read == pytest.approx(expected, rel=3e-3)
@@ -119,7 +119,7 @@ def test_ranks_read_copies_of_their_parts() -> None:
     whole, halves = (ModelSize.of(model, "bfloat16", num_gpus=n) for n in (1, 2))
     assert whole.weight_bytes == halves.weight_bytes
     assert halves.head_copy_saves == whole.head_copy_saves
-    assert halves.small_copies_save < whole.small_copies_save
+    assert halves.copies_save < whole.copies_save
     reads = [whole.read_bytes(n, n) for n in range(1, 200)]
     assert reads == sorted(reads)
 

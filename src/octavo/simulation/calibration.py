@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.simulation.config import SimulationConfig
-from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
+from octavo.simulation.cost_model import Coefficients, CostModel
 from octavo.simulation.gpus import find_gpu
 from octavo.simulation.step_records import Setting, StepRecord, total_seconds
 
@@ -66,11 +66,11 @@ class Calibration:
         Raises ConfigError if they were fitted for another model or device.
         """
         machine = config.prepare()
-        model, gpu = asdict(machine.cost_model.size), machine.cost_model.gpu
+        measured, gpu = asdict(self.setting.model), machine.cost_model.gpu
         other = [
-            f"{name} was {self.setting.model.get(name)} and is {value}"
-            for name, value in model.items()
-            if self.setting.model.get(name) != value
+            f"{name} was {measured[name]} and is {value}"
+            for name, value in asdict(machine.cost_model.size).items()
+            if measured[name] != value
         ]
         if other:
             raise ConfigError("calibration", f"it was made for another model: {', '.join(other)}")
@@ -123,9 +123,8 @@ def read_calibration(path: str | Path) -> Calibration:
 
 def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:
     """The cost model of what was measured."""
-    size = ModelSize(**setting.model)  # type: ignore[arg-type]
     gpu = find_gpu(setting.gpu)
-    return CostModel(size, gpu, setting.num_gpus, setting.block_size, coefficients)
+    return CostModel(setting.model, gpu, setting.num_gpus, setting.block_size, coefficients)
 
 
 def fit_error(model: CostModel, records: Sequence[StepRecord]) -> FitError:

@@ -17,7 +17,6 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
-from octavo import float12
 from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
@@ -119,13 +118,11 @@ class ModelSize:
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
     # How many bytes fewer than the weights their copies in 12 bits have: the head's, which up to so
-    # many rows of logits are multiplied by; and those of projections in layers, which up to
-    # float12.MOST_FOLDED, MOST_OF_LARGE and MOST_TOKENS tokens are multiplied by.
+    # many rows of logits are multiplied by; and of those of projections in layers, up to how many
+    # tokens are multiplied by them, with these bytes.
     head_copy_saves: int = 0
     head_copy_rows: int = 0
-    small_copies_save: int = 0
-    large_copies_save: int = 0
-    largest_copies_save: int = 0
+    copies_save: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -164,9 +161,7 @@ class ModelSize:
             miss_share=(read - active) / experts if experts else 0.0,
             head_copy_saves=num_gpus * shard.head.float12_saves(head_rows),
             head_copy_rows=max(0, head_rows),
-            small_copies_save=saves[float12.MOST_FOLDED],
-            large_copies_save=saves[float12.MOST_OF_LARGE],
-            largest_copies_save=saves[float12.MOST_TOKENS],
+            copies_save=tuple(sorted(each for each in saves.items() if each[1])),
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
@@ -175,9 +170,7 @@ class ModelSize:
         more tokens never take less time.
         """
         saved = self.head_copy_saves if num_logits <= self.head_copy_rows else 0
-        saved += self.largest_copies_save if num_tokens <= float12.MOST_TOKENS else 0
-        saved += self.large_copies_save if num_tokens <= float12.MOST_OF_LARGE else 0
-        saved += self.small_copies_save if num_tokens <= float12.MOST_FOLDED else 0
+        saved += sum(num_bytes for most, num_bytes in self.copies_save if num_tokens <= most)
         return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
@@ -33,7 +35,7 @@ FORMAT = 1
 class Setting:
     """What steps were measured on."""
 
-    model: dict[str, float]  # the fields of ModelSize: equal sizes are equal work
+    model: ModelSize  # equal sizes are equal work
     gpu: str
     num_gpus: int
     block_size: int
@@ -84,7 +86,7 @@ class StepRecorder:
         dtype = computing_dtype(engine.config, model)
         kv_bytes = engine.config.cache.element_bytes(dtype)
         num_gpus = engine.executor.capacity.num_ranks
-        size = asdict(ModelSize.of(model, dtype, kv_bytes, num_gpus))
+        size = ModelSize.of(model, dtype, kv_bytes, num_gpus)
         setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
         self._path = Path(path)
         self._head = json.dumps({"octavo_steps": FORMAT, **asdict(setting)})
@@ -140,7 +142,11 @@ def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:
     number, head = next(lines, (1, None))
     if not isinstance(head, dict) or head.pop("octavo_steps", None) != FORMAT:
         raise TraceError(f'{path}:{number}: it does not begin with {{"octavo_steps": {FORMAT}, ...')
-    setting = Setting(**_checked(path, number, Setting, head))
+    head = _checked(path, number, Setting, head)
+    try:
+        setting = Setting(**head | {"model": msgspec.convert(head["model"], ModelSize)})
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{path}:{number}: model: {error}") from error
     records = [StepRecord(**_checked(path, number, StepRecord, values)) for number, values in lines]
     if not records:
         raise TraceError(f"{path}: it has no steps")

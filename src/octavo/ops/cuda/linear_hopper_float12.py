@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.float12 import MANY_ROWS, MOST_FOLDED, PIECE_INPUTS, PIECE_ROWS
+from octavo.float12 import MANY_ROWS, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weight
 from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, _finish, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
@@ -44,6 +44,7 @@ _MOST_STAGES = 16
 _SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
 _TILE_PIECES = 8  # of a warpgroup
 _FEWEST_STAGES = 4
+_FEW_TOKENS = 16
 
 _INPUTS = tl.constexpr(PIECE_INPUTS)
 _ROWS = tl.constexpr(PIECE_ROWS)
@@ -91,13 +92,13 @@ def choose_float12_tiles(num_tokens: int, num_rows: int, size: int, num_sms: int
     Measured on an H100 (2026-11-26 and 27) with the heads and projections of seven models.
     """
     tokens = max(8, triton.next_power_of_2(num_tokens))
-    if num_rows >= MANY_ROWS and tokens > MOST_FOLDED:
+    if num_rows >= MANY_ROWS and tokens > _FEW_TOKENS:
         # A program reads x for all of its rows: the more tokens, the more rows it should have.
         if tokens <= 64:
             return Float12Tiles(tokens, warpgroups=2)
         return Float12Tiles(tokens, warpgroups=2, blocks=1, height=2, per_sm=1)
     num_tiles = triton.cdiv(num_rows, 64)
-    choose = _folds_of_few if tokens <= MOST_FOLDED else _folds_of_more
+    choose = _folds_of_few if tokens <= _FEW_TOKENS else _folds_of_more
     fold, per_sm = choose(num_tiles, num_sms)
     tiles = Float12Tiles(tokens, fold=fold, per_sm=per_sm)
     in_flight = min(_FEWEST_STAGES, tiles.steps(size))

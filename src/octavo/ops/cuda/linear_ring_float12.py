@@ -5,10 +5,11 @@ filled before the preceding kernels have ended, and pieces of W's rows that are 
 cores' left operand, of which each counts with one of the columns on the right.
 
 Here the left operand is in registers, where weights are unpacked to bfloat16. A warp needs nothing
-of the others for that, so its tensor cores multiply 16 rows of its own. The words of the next block
-are on their way from shared memory meanwhile, and a block's place is free as soon as registers have
-its words. Unpacked weights are not multiplied by their large power of two: inputs are by a part of
-it, which leaves them in the range of bfloat16, and sums by the rest.
+of the others for that, so its tensor cores multiply 16 rows of its own. A fifth warp loads W: those
+that multiply never wait for each other, but for the block that they need. Nor are their sums added
+up before the end, when those of all rows are. Unpacked weights are not multiplied by their large
+power of two: inputs are by a part of it, which leaves them in the range of bfloat16, and sums by
+the rest.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ _TO_BFLOAT16 = tl.constexpr(_assembly())
 class Float12Ring:
     """What a program of the kernel takes."""
 
-    rows: int  # of W, or of each half, in a block: a multiple of 8
+    rows: int  # of W, or of each half, in a block: 8 or 16
     pieces: int  # of each: a multiple of 8
     stages: int  # blocks in shared memory
     pause: int  # nanoseconds after each block that is loaded before the wait
@@ -100,7 +101,7 @@ class Float12Ring:
 
 _WARPS = 4  # that multiply
 _MOST_STAGES = 13
-_SMALL_SUMS = 4096  # bytes, which fit beside the rings and attention
+_SMALL_SUMS = 4096  # bytes of warps' sums that fit beside rings of such memory, and attention
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
 # Of a thread, of twice four warps: what the one that loads does not need goes to the others.
 _REGISTERS, _LOADING_REGISTERS = 72, 24
@@ -393,10 +394,8 @@ def _consume(
         if HAS_BIAS:
             y += shifts[half].to(gl.float32)
         halves += (y,)  # type: ignore[assignment]
-    if GATED:
-        y = _activate_gated(halves[0], halves[1], EPILOGUE)  # type: ignore[misc]
-    else:
-        y = _activate(halves[0], EPILOGUE)
+    own = halves[0]  # type: ignore[misc]
+    y = _activate_gated(own, halves[1], EPILOGUE) if GATED else _activate(own, EPILOGUE)  # type: ignore[misc]
     gl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)
 
 
