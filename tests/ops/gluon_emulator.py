@@ -502,10 +502,14 @@ def _assembly(
             registers[f"${num + len(registers)}"] = wide[..., i::pack]
     assert len(constraints.split(",")) == num + len(registers)
 
-    def value(name: str) -> Tensor:
-        if name in registers:
-            return registers[name]
-        return torch.full_like(registers[f"${num}"], int(name, 0))
+    def value(name: str) -> Any:
+        """A register, or a plain number, with which torch computes faster than with a tensor."""
+        return registers[name] if name in registers else int(name, 0)
+
+    def as_register(number: Any) -> Tensor:
+        if isinstance(number, Tensor):
+            return number
+        return torch.full_like(registers[f"${num}"], number)
 
     for line in re.sub(r"[{}]", "", text).split(";"):
         if not line.strip() or ".reg" in line:
@@ -528,25 +532,26 @@ def _assembly(
             result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
         elif operation == "prmt.b32":
             octets = sources[0] | (sources[1] << 32)
-            result = torch.zeros_like(octets)
+            result = 0
             for i in range(4):
                 selected = (sources[2] >> (4 * i)) & 15
-                assert (selected < 8).all(), "signs are not replicated"
-                result |= ((octets >> (8 * selected)) & 255) << (8 * i)
+                assert torch.as_tensor(selected < 8).all(), "signs are not replicated"
+                result = result | (((octets >> (8 * selected)) & 255) << (8 * i))
         elif operation == "lop3.b32":
-            result = torch.zeros_like(sources[0])
+            result = 0
             a, b, c = [(each ^ 0xFFFFFFFF, each) for each in sources[:3]]
             for bits in range(8):  # of the three sources, for which the table has a 1
                 if int(names[3], 0) >> bits & 1:
-                    result |= a[bits >> 2] & b[bits >> 1 & 1] & c[bits & 1]
+                    result = result | (a[bits >> 2] & b[bits >> 1 & 1] & c[bits & 1])
         elif operation == "xor.b32":
             result = sources[0] ^ sources[1]
         else:
             name, _, kind = operation.partition(".")
             assert kind.removeprefix("rn.") in ("bf16x2", "f16x2"), operation
             combine = {"sub": torch.sub, "mul": torch.mul}[name]
-            result = _joined(combine(*[_halves(each, dtype[0]) for each in sources]))
-        registers[target] = result
+            pairs = [_halves(as_register(each), dtype[0]) for each in sources]
+            result = _joined(combine(*pairs))
+        registers[target] = as_register(result)
     return tuple(block(_elements(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
 
 
