@@ -32,13 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from triton_interpreter import prepare_the_language_once  # noqa: E402
+from triton_interpreter import prepare_the_interpreter  # noqa: E402
 
 # Triton's kernels run in its interpreter where there is no GPU. Read when kernels are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    prepare_the_language_once()
+    prepare_the_interpreter()
 
 
 @pytest.fixture(autouse=True)

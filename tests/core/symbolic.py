@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ def digest_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
 
 
+@lru_cache(maxsize=1 << 16)  # each step names all tokens of its sequences again
 def chain(previous: int, token_id: int) -> int:
     """The symbol of a token after everything that `previous` stands for."""
     return digest_of(previous, token_id)
@@ -209,25 +211,26 @@ class SymbolicExecutor:
             assert seq_id in opened, "the encoder runs for a row again"
             row = self.rows[seq_id]
             is_sound = self.harmful_token not in row.encoder_token_ids and not self.strikes()
+            whole = origin(row.encoder_token_ids)
             for group in self._groups("encoder"):
                 table = row.tables[group]
                 assert not written & set(table), "I3: one block is written by two rows"
                 written.update(table)
                 for place in range(len(row.encoder_token_ids)):
                     index, offset = divmod(place, self.block_sizes[group])
-                    symbol = digest_of(origin(row.encoder_token_ids), place)
+                    symbol = chain(whole, place)
                     self._block(table[index])[offset] = (group, symbol, is_sound)
             self.num_encoded += 1
 
     def _input_is_sound(self, row: Row) -> bool:
         """Whether all of a row's encoder input is; it must be in the row's blocks."""
-        is_sound = True
+        is_sound, whole = True, origin(row.encoder_token_ids)
         for group in self._groups("encoder"):
             size, num_tokens = self.block_sizes[group], len(row.encoder_token_ids)
             assert len(row.tables[group]) == -(-num_tokens // size), "a table of another length"
             for place in range(num_tokens):
                 content = self._block(row.tables[group][place // size])[place % size]
-                symbol = digest_of(origin(row.encoder_token_ids), place)
+                symbol = chain(whole, place)
                 assert content in [(group, symbol, sound) for sound in (True, False)], (
                     f"token {place} of the encoder input in group {group} is another one's"
                 )

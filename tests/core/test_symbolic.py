@@ -19,6 +19,14 @@ from octavo.core.prefix_node import PrefixNode
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence
 
+
+def batches(by_day: int, by_night: int) -> pytest.MarkDecorator:
+    """Numbers of batches of workloads, of which the later ones run by night alone."""
+    marks = [() if batch < by_day else pytest.mark.slow for batch in range(by_night)]
+    params = [pytest.param(batch, marks=each) for batch, each in enumerate(marks)]
+    return pytest.mark.parametrize("batch", params)
+
+
 FEW = 60  # workloads within which a broken rule must be noticed
 
 
@@ -31,14 +39,14 @@ def run_workloads(
     return workloads
 
 
-@pytest.mark.parametrize("batch", range(8))
+@batches(5, 8)
 def test_random_workloads(batch: int) -> None:
     workloads = run_workloads(range(50 * batch, 50 * (batch + 1)))
     assert sum(workload.num_forks for workload in workloads) > 100
     assert sum(workload.num_tail_hits for workload in workloads) > 5
 
 
-@pytest.mark.parametrize("batch", range(4))
+@batches(3, 4)
 def test_random_workloads_with_an_encoder(batch: int) -> None:
     num_encoded = num_hits = num_evicted = 0
     num_preempted = {"swap": 0, "recompute": 0}
@@ -54,7 +62,7 @@ def test_random_workloads_with_an_encoder(batch: int) -> None:
     assert min(num_preempted.values()) > 0
 
 
-@pytest.mark.parametrize("batch", range(4))
+@batches(3, 4)
 def test_what_goes_wrong_ends_alone(batch: int) -> None:
     """Among prompts that cannot be computed the others get what they would get without them."""
     num_failed = 0
@@ -65,7 +73,7 @@ def test_what_goes_wrong_ends_alone(batch: int) -> None:
     assert num_failed > 20
 
 
-@pytest.mark.parametrize("batch", range(4))
+@batches(2, 4)
 def test_rows_that_could_not_be_drawn_get_the_same_tokens_later(batch: int) -> None:
     num_undrawn = num_preempted = num_failed = 0
     for seed in range(50 * batch, 50 * (batch + 1)):

@@ -110,4 +110,4 @@ def test_what_no_tool_is_for_is_answered_without(
 
 
 def test_held_out_tools_are_called(engine: OctavoEngine) -> None:
-    assert min(tool_scores(engine, tool_items(24)).values()) >= 0.8
+    assert min(tool_scores(engine, tool_items(12)).values()) >= 0.8

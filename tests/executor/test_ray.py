@@ -114,6 +114,7 @@ input()
         llm.generate([[3, 4, 5]], replace(GREEDY, max_tokens=3), use_tqdm=False)
 
 
+@pytest.mark.slow  # each attempt connects to the cluster; test_ray_options.py has the rules
 def test_what_a_cluster_refuses(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"4 ranks need 1 CPU each, .* \(3\) have room for 2"):
         make(cluster, tensor_parallel_size=4)

@@ -16,19 +16,21 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count, product
+from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-PATIENCE = 20.0  # seconds that a partition waits at a barrier
+PATIENCE = 60.0  # seconds that a partition waits at a barrier, or a program for another one
+LONGEST_NAP = 0.032  # seconds, of a program that waits for another one
 _atomic = threading.Lock()
 _partition = threading.local()  # `num_warps` of the one that the thread runs, if it runs one
 # Of Gluon's names, what torch has under another one.
@@ -57,6 +59,20 @@ class Block(Tensor):
     """A tensor in registers."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As torch's own, which for tensors so small takes most of the time; but of what it asks
+        about types, functions and results, only what matters here."""
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor:
+            return block(result)
+        if type(result) in (tuple, list):
+            return type(result)(block(each) if type(each) is Tensor else each for each in result)
+        return result
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype)
@@ -236,7 +252,7 @@ class _Namespaces:
             MBarrierLayout=lambda: "barrier",
         )
         copies = Copies()
-        polls = count()
+        polls = Polls()
         language = SimpleNamespace(
             **DTYPES,
             **{name: lambda *args, **options: None for name in LAYOUTS},
@@ -345,18 +361,34 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
 
 
 def _load_of(
-    halts: threading.Event, polls: Iterator[int], pointer: Pointer, *args: Any, **options: Any
+    halts: threading.Event, polls: Polls, pointer: Pointer, *args: Any, **options: Any
 ) -> Any:
     if options.get("volatile"):
-        _let_others_run(halts, polls)
+        _let_others_run(halts, polls, pointer)
     return _load(pointer, *args, **options)
 
 
-def _let_others_run(halts: threading.Event, polls: Iterator[int]) -> None:
+class Polls:
+    """How often a program has looked at the same place in memory, one time after the other."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, int] | None = None
+        self._count = 0
+
+    def nap(self, pointer: Pointer) -> None:
+        """Longer each time: of many programs that wait, those that look all the time would keep
+        the others from working."""
+        place = pointer.memory.data_ptr(), int(torch.as_tensor(pointer.offset).flatten()[0])
+        self._count = self._count + 1 if place == self._place else 0
+        self._place = place
+        assert self._count < PATIENCE / LONGEST_NAP, "a program waits for ever"
+        time.sleep(min(1e-3 * 2 ** min(self._count, 10), LONGEST_NAP))
+
+
+def _let_others_run(halts: threading.Event, polls: Polls, pointer: Pointer) -> None:
     """A program that may wait for another one: the next one begins."""
     halts.set()
-    time.sleep(1e-3)
-    assert next(polls) < PATIENCE / 1e-3, "a program waits for ever"
+    polls.nap(pointer)
 
 
 def _load(
@@ -366,26 +398,26 @@ def _load(
     cache_modifier: str = "",
     volatile: bool = False,
 ) -> Any:
-    offset = torch.as_tensor(pointer.offset)
+    offset = torch.as_tensor(pointer.offset).as_subclass(Tensor)
     if mask is None:
         return block(pointer.memory[offset])
-    inside = torch.as_tensor(mask).expand(offset.shape)
+    inside = torch.as_tensor(mask).as_subclass(Tensor).expand(offset.shape)
     values = pointer.memory[offset.clamp(0, len(pointer.memory) - 1)]
     assert (offset[inside] < len(pointer.memory)).all(), "a load from behind a tensor"
     return block(torch.where(inside, values, torch.as_tensor(other, dtype=values.dtype)))
 
 
 def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
-    offset = torch.as_tensor(pointer.offset)
+    offset = torch.as_tensor(pointer.offset).as_subclass(Tensor)
     inside = torch.ones_like(offset, dtype=torch.bool) if mask is None else mask
-    values = torch.as_tensor(values).expand(offset.shape).to(pointer.memory.dtype)
-    inside = torch.as_tensor(inside).expand(offset.shape)
-    pointer.memory[offset[inside].as_subclass(Tensor)] = values[inside].as_subclass(Tensor)
+    values = torch.as_tensor(values).as_subclass(Tensor).expand(offset.shape)
+    inside = torch.as_tensor(inside).as_subclass(Tensor).expand(offset.shape)
+    pointer.memory[offset[inside]] = values.to(pointer.memory.dtype)[inside]
 
 
 def _atomic_add(
     halts: threading.Event,
-    polls: Iterator[int],
+    polls: Polls,
     pointer: Pointer,
     value: Any,
     sem: str,
@@ -400,7 +432,7 @@ def _atomic_add(
         before[i] = _atomic_add(halts, polls, place, int(value[i]), sem, scope)
         return block(before)
     if value == 0:
-        _let_others_run(halts, polls)
+        _let_others_run(halts, polls, pointer)
     with _atomic:
         before = int(pointer.memory[int(pointer.offset)])
         pointer.memory[int(pointer.offset)] += value
@@ -465,14 +497,19 @@ def _assembly(
     registers: dict[str, Tensor] = {}
     for words in args:
         assert words.dtype == torch.int32
+        wide = words.as_subclass(Tensor).to(torch.int64) & 0xFFFFFFFF
         for i in range(pack):
-            registers[f"${num + len(registers)}"] = words[..., i::pack].to(torch.int64) & 0xFFFFFFFF
+            registers[f"${num + len(registers)}"] = wide[..., i::pack]
     assert len(constraints.split(",")) == num + len(registers)
 
-    def value(name: str) -> Tensor:
-        if name in registers:
-            return registers[name]
-        return torch.full_like(registers[f"${num}"], int(name, 0))
+    def value(name: str) -> Any:
+        """A register, or a plain number, with which torch computes faster than with a tensor."""
+        return registers[name] if name in registers else int(name, 0)
+
+    def as_register(number: Any) -> Tensor:
+        if isinstance(number, Tensor):
+            return number
+        return torch.full_like(registers[f"${num}"], number)
 
     for line in re.sub(r"[{}]", "", text).split(";"):
         if not line.strip() or ".reg" in line:
@@ -495,42 +532,42 @@ def _assembly(
             result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
         elif operation == "prmt.b32":
             octets = sources[0] | (sources[1] << 32)
-            result = torch.zeros_like(octets)
+            result = 0
             for i in range(4):
                 selected = (sources[2] >> (4 * i)) & 15
-                assert (selected < 8).all(), "signs are not replicated"
-                result |= ((octets >> (8 * selected)) & 255) << (8 * i)
+                assert torch.as_tensor(selected < 8).all(), "signs are not replicated"
+                result = result | (((octets >> (8 * selected)) & 255) << (8 * i))
         elif operation == "lop3.b32":
-            result = torch.zeros_like(sources[0])
+            result = 0
+            a, b, c = [(each ^ 0xFFFFFFFF, each) for each in sources[:3]]
             for bits in range(8):  # of the three sources, for which the table has a 1
                 if int(names[3], 0) >> bits & 1:
-                    term = torch.full_like(result, 0xFFFFFFFF)
-                    for i, source in enumerate(sources[:3]):
-                        term &= source if bits >> (2 - i) & 1 else ~source
-                    result |= term
+                    result = result | (a[bits >> 2] & b[bits >> 1 & 1] & c[bits & 1])
         elif operation == "xor.b32":
             result = sources[0] ^ sources[1]
         else:
             name, _, kind = operation.partition(".")
             assert kind.removeprefix("rn.") in ("bf16x2", "f16x2"), operation
             combine = {"sub": torch.sub, "mul": torch.mul}[name]
-            result = _joined(combine(*[_halves(each, dtype[0]) for each in sources]))
-        registers[target] = result
+            pairs = [_halves(as_register(each), dtype[0]) for each in sources]
+            result = _joined(combine(*pairs))
+        registers[target] = as_register(result)
     return tuple(block(_elements(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
 
 
 def _elements(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """32 bits -> the numbers that share them, the lowest bits first, in a new last dimension."""
+    """32 of 64 bits -> the numbers that share them, the lowest bits first, in a new last
+    dimension."""
     if dtype.itemsize == 2:
         return _halves(words, dtype)
-    octets = torch.stack([(words >> (8 * i)) & 255 for i in range(4)], dim=-1)
-    return octets.to(torch.uint8).view(dtype)
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))[..., :4]
+    return octets.contiguous().view(dtype)
 
 
 def _halves(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """32 bits -> two numbers of 16 bits, the low half first, in a new last dimension."""
-    pairs = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return pairs.to(torch.int32).to(torch.uint16).contiguous().view(dtype)
+    """32 of 64 bits -> two numbers of 16 bits, the low half first, in a new last dimension."""
+    pairs = words.contiguous().view(torch.uint16).unflatten(-1, (-1, 4))[..., :2]
+    return pairs.contiguous().view(dtype)
 
 
 def _joined(halves: Tensor) -> Tensor:

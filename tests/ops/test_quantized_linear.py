@@ -431,26 +431,34 @@ def test_all_candidates_of_tiles_compute_the_same(
         assert relative(out, wanted) < TOLERANCE, tiles
 
 
-@pytest.mark.parametrize("name", SERVED)
+SHARED_TILES = [
+    (100, (128, 128), 7, True, Epilogue.SILU_MUL),  # a program has steps of several tiles
+    (300, (128, 256), 4, True, Epilogue.NONE),  # and a whole one
+    (300, (192, 128), 5, True, Epilogue.NONE),
+    (300, (256, 128), 132, True, Epilogue.SILU_MUL),  # a tile has many programs
+    (300, (128, 256), 2, False, Epilogue.SILU_MUL),
+]
+# How tiles are shared does not depend on the form: by day each way has every third form, and each
+# form every third way.
+SHARED_CASES = [
+    pytest.param(*case, name, marks=pytest.mark.slow if (i + j) % 3 else ())
+    for i, case in enumerate(SHARED_TILES)
+    for j, name in enumerate(SERVED)
+]
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "shape", "num_sms", "is_shared", "epilogue"),
-    [
-        (100, (128, 128), 7, True, Epilogue.SILU_MUL),  # a program has steps of several tiles
-        (300, (128, 256), 4, True, Epilogue.NONE),  # and a whole one
-        (300, (192, 128), 5, True, Epilogue.NONE),
-        (300, (256, 128), 132, True, Epilogue.SILU_MUL),  # a tile has many programs
-        (300, (128, 256), 2, False, Epilogue.SILU_MUL),
-    ],
+    ("num_tokens", "shape", "num_sms", "is_shared", "epilogue", "name"), SHARED_CASES
 )
 def test_persistent_programs_share_tiles_in_any_way(
     hopper: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
     num_tokens: int,
     shape: tuple[int, int],
     num_sms: int,
     is_shared: bool,
     epilogue: Epilogue,
+    name: str,
 ) -> None:
     monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: num_sms)
     dtype = torch.bfloat16 if num_sms == 7 else torch.float16

@@ -25,6 +25,7 @@ from octavo.parallel import Shard
 
 CPU = torch.device("cpu")
 SIZES = (2, 3, 4)
+SLOW = pytest.mark.slow
 
 
 class OneOf(SingleRank):
@@ -80,7 +81,14 @@ def test_ranks_together_hold_the_checkpoint(name: str, size: int) -> None:
     assert all(tensor.isfinite().all() for tensor in whole.values())
 
 
-@pytest.mark.parametrize(("name", "size"), variants())
+# Of each family one size by day, and of each size every third family.
+ONE_SIZE_EACH = [
+    pytest.param(*variant, marks=() if i // len(SIZES) % len(SIZES) == i % len(SIZES) else SLOW)
+    for i, variant in enumerate(variants())
+]
+
+
+@pytest.mark.parametrize(("name", "size"), ONE_SIZE_EACH)
 def test_dummy_weights_are_of_the_same_model(name: str, size: int) -> None:
     directory = model_for(name, size)
     if directory is None:

@@ -24,6 +24,7 @@ from octavo.worker.device.base import Device
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.logit_edits import EditedRow
 from octavo.worker.sampler import Sampler, SamplingBatch, rows_not_finite
+from triton_interpreter import prepare_the_interpreter
 from worker.test_sampler import SPECS, make_batch, random_specs
 
 RanksOf = Callable[[int], Ranks]
@@ -41,6 +42,7 @@ def choose(
     device: Device = CpuDevice(1)
     if kernels:
         os.environ["TRITON_INTERPRET"] = "1"
+        prepare_the_interpreter()
         from octavo.ops.cuda import sampling, sampling_candidates
         from octavo.worker.device.cuda import CudaDevice
 

@@ -211,9 +211,10 @@ class KVLayout:
 
     def _relative_bytes(self, num_tokens: int) -> float:
         taken = read = 0
+        layers_per_block = self.layers_per_block
         for group in self.groups:
             num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK * group.span, chunk=1)
-            taken += num_blocks * TYPICAL_BLOCK * self.layers_per_block
+            taken += num_blocks * TYPICAL_BLOCK * layers_per_block
             read += len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
         return taken / read
 
