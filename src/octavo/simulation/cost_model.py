@@ -32,20 +32,21 @@ REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention
 class Coefficients:
     """What the data sheet does not say. Efficiencies are fractions of the peak.
 
-    The defaults are those of octavo's kernels on an H200 (docs/performance.md: whole layers of
-    OPT-13B, decodes of 1,024 tokens, prompts of 2,048), and of decode steps on two; overheads are
-    guesses.
+    The defaults are those of octavo's kernels on H200s. benchmarks/fit_octavo_software.py fits them
+    to measured decode steps of dense models on one, two and four (docs/performance.md). What these
+    do not tell, attention of prompts and copies, was measured by itself.
     """
 
-    step_overhead: float = 5.0e-4  # s; host and launches
+    step_overhead: float = 3.4e-4  # s; host and launches
+    layer_overhead: float = 7.2e-6  # s for each layer, if a step has several tokens
     request_overhead: float = 0.0  # s for each request of a step, however many sequences it has
-    seq_overhead: float = 2.0e-6  # s for each sequence of a step
-    weight_efficiency: float = 0.79  # reading weights
+    seq_overhead: float = 2.0e-7  # s for each sequence of a step
+    weight_efficiency: float = 0.86  # reading weights
     gemm_efficiency: float = 0.65  # matrix products of linear layers
-    kv_efficiency: float = 0.88  # reading KV
+    kv_efficiency: float = 0.80  # reading KV
     attention_efficiency: float = 0.33  # attention of prompts
-    reduce_efficiency: float = 0.50
-    reduce_latency: float = 1.5e-6  # s for each round of an all-reduce, of log2(devices) rounds
+    reduce_efficiency: float = 0.82
+    reduce_latency: float = 5.4e-6  # s for each round of an all-reduce, of log2(devices) rounds
     copy_efficiency: float = 0.78  # copies of blocks on the device
     swap_efficiency: float = 0.84
     swap_block_latency: float = 0.0  # s for each block swapped
@@ -67,6 +68,7 @@ class Coefficients:
 # 36 to 39 ms, and swapped layer by layer, in 80 copies of 2.7 us a block, at 12.6 GB/s (19a).
 PAPER_2023 = Coefficients(
     step_overhead=7.0e-3,
+    layer_overhead=0.0,
     seq_overhead=5.0e-5,
     weight_efficiency=0.75,
     gemm_efficiency=0.66,
@@ -220,6 +222,7 @@ class CostModel:
         c = self.coefficients
         return (
             c.step_overhead
+            + (self.size.num_layers * c.layer_overhead if shape.num_tokens > 1 else 0.0)
             + shape.num_requests * c.request_overhead
             + shape.num_seqs * c.seq_overhead
             + (max(weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)
