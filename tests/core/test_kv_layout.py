@@ -117,8 +117,8 @@ def test_gemma_3_27b_takes_little_more_than_its_windows_need(num_tokens: int) ->
 
 
 def test_no_layout_takes_more_than_vllm_s_with_as_few_groups() -> None:
-    for num_full in (*range(1, 8), 10, 13, 16, 20):
-        for num_sliding in range(1, 61, 5):
+    for num_full in range(1, 21):
+        for num_sliding in range(1, 61, 3):
             theirs = vllm_s_layout(num_full, num_sliding, 1024)
             ours = layout_of((None, num_full), (1024, num_sliding))
             if len(theirs.groups) <= MAX_GROUPS:
@@ -160,7 +160,7 @@ def test_few_layers_of_a_kind_are_stored_in_longer_blocks() -> None:
     assert layout.block_sizes(16) == (80, 16, 16, 16, 16, 16)
     assert layout.layers_per_block == 5
     for num_full in range(1, 6):
-        for num_sliding in range(10 * num_full, 60, 3):
+        for num_sliding in range(10 * num_full, 60):
             layout = layout_of((None, num_full), (1024, num_sliding))
             assert len(layout.groups) <= MAX_GROUPS
             assert layout.relative_bytes() <= 1.16

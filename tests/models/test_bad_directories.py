@@ -208,7 +208,7 @@ def test_what_is_said(tmp_path: Path, change: dict[str, Any], message: str) -> N
 
 
 def test_a_model_of_any_size_is_weighed_before_it_is_built(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 999, "hidden_size": 1 << 30, "vocab_size": 1 << 31}
+    sizes = {"num_hidden_layers": 9_999, "hidden_size": 1 << 30, "vocab_size": 1 << 31}
     write(tmp_path / "config.json", fields_of("llama") | sizes)
     with pytest.raises(OutOfMemory):
         LLM(str(tmp_path), load_format="dummy")

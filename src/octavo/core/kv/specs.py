@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from statistics import fmean
 from typing import ClassVar, Literal, Protocol
 
@@ -211,7 +210,7 @@ class KVLayout:
 
     def _relative_bytes(self, num_tokens: int) -> float:
         taken = read = 0
-        layers_per_block = self.layers_per_block
+        layers_per_block = self.layers_per_block  # which looks at all groups
         for group in self.groups:
             num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK * group.span, chunk=1)
             taken += num_blocks * TYPICAL_BLOCK * layers_per_block
@@ -235,29 +234,41 @@ def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
     for layer_id, spec in sorted(enumerate(specs), key=lambda each: _comes_late(each[1])):
         by_spec.setdefault(spec, []).append(layer_id)
     limit = max(MAX_GROUPS, len(by_spec))
-    most = max(len(layer_ids) for layer_ids in by_spec.values())
-    layouts = (
-        _layout(by_spec, layers_per_block, span)
+    counts = [len(layer_ids) for layer_ids in by_spec.values()]
+    # Most sizes of blocks divide many layers in the same way as another size.
+    divisions = {
+        tuple(_division(count, layers_per_block, span) for count in counts): None
         for span in range(1, MAX_SPAN + 1)
-        for layers_per_block in range(1, most + 1)
+        for layers_per_block in range(math.ceil(max(counts) / limit), max(counts) + 1)
+    }
+    layouts = (
+        _layout(by_spec, division)
+        for division in divisions
+        if sum(num_groups for num_groups, _ in division) <= limit
     )
-    return min((layout for layout in layouts if len(layout.groups) <= limit), key=_cost)
+    return min(layouts, key=_cost)
 
 
-def _layout(by_spec: Mapping[KVSpec, Sequence[int]], layers_per_block: int, span: int) -> KVLayout:
-    """The layers of each spec divided into as few groups as possible, about equally large. Blocks
-    hold `span` times as many tokens where that leaves less of them unused."""
-    groups = []
-    for spec, layer_ids in by_spec.items():
-        # (blocks per `block_size` tokens of all the layers, span, groups)
-        choices = [(Fraction(math.ceil(len(layer_ids) / layers_per_block)), 1)]
-        if span <= layers_per_block:
-            num_groups = math.ceil(len(layer_ids) / (layers_per_block // span))
-            choices.append((Fraction(num_groups, span), span))
-        blocks, its_span = min(choices)
-        num_groups = int(blocks * its_span)
-        for number in range(num_groups):
-            groups.append(KVGroup(spec, tuple(layer_ids[number::num_groups]), its_span))
+def _division(num_layers: int, layers_per_block: int, span: int) -> tuple[int, int]:
+    """Into how few groups layers of one spec can be divided, and the span of these: blocks hold
+    `span` times as many tokens if that leaves less of them unused."""
+    num_groups = -(-num_layers // layers_per_block)
+    if span <= layers_per_block:
+        spanned = -(-num_layers // (layers_per_block // span))
+        if spanned < num_groups * span:  # blocks per `span` times `block_size` tokens
+            return spanned, span
+    return num_groups, 1
+
+
+def _layout(
+    by_spec: Mapping[KVSpec, Sequence[int]], division: Sequence[tuple[int, int]]
+) -> KVLayout:
+    """The layers of each spec in so many groups, about equally large, with such a span."""
+    groups = [
+        KVGroup(spec, tuple(layer_ids[number::num_groups]), span)
+        for (spec, layer_ids), (num_groups, span) in zip(by_spec.items(), division, strict=True)
+        for number in range(num_groups)
+    ]
     return KVLayout(tuple(groups))
 
 
