@@ -192,8 +192,9 @@ def projections() -> None:
             linear_one(norm, weight, None, epilogue)
             linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4, 150), 132)
             linear_ring_float12(norm, stored, bias, epilogue, Float12Ring(8, 8, 4, 150), 132)
-        for rows in (8, 4) if with_all else (8,):
-            linear_ring_float12(row, stored, None, epilogue, Float12Ring(rows, 16, 4, 150), 132)
+        for rows, pieces in ((8, 16), (16, 8)) if with_all else ((8, 16),):
+            ring = Float12Ring(rows, pieces, 3, 150)
+            linear_ring_float12(row, stored, None, epilogue, ring, 132)
         linear_ring(row, weight, None, epilogue, Ring(4, 16, 4, 150), 132)
         out = x.new_empty((16, 64 if epilogue.is_gated else 128))
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
