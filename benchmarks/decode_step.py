@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +32,8 @@ from octavo.engine.engine import Engine
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
+from octavo.layers.config import ExpertsConfig
+from octavo.models.config import ModelConfig
 from octavo.parallel import Shard
 
 CONTEXT = 1024
@@ -179,14 +181,25 @@ def weight_bytes(engine: Engine, batch: int, hit: float) -> float:
     experts of a layer hit."""
     model = engine.model_config
     dense, experts = model.read_bytes(DTYPE_BYTES)
-    num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
+    num_bytes: float = dense - DTYPE_BYTES * model.num_encoding_parameters()
     num_ranks = engine.executor.capacity.num_ranks
-    num_bytes -= num_ranks * model.sharded(Shard(0, num_ranks)).float12_saves(batch)
+    num_bytes -= num_ranks * saved_bytes(model.sharded(Shard(0, num_ranks)), batch, hit)
     if not experts:
         return num_bytes
     mixtures = model.mixtures()
     num_experts = sum(count * each.num_experts for each, count in mixtures.items())
     return num_bytes + experts * hit * sum(mixtures.values()) / num_experts
+
+
+def saved_bytes(shard: ModelConfig, batch: int, hit: float) -> float:
+    """How many bytes fewer that is because of copies in 12 bits."""
+    saved = 0.0
+    for each in (shard.head, *chain(*shard.copyable)):
+        if not isinstance(each, ExpertsConfig):
+            saved += each.float12_saves(batch)
+        elif batch in each.copied_tokens:
+            saved += each.float12_saves_of_all * hit / each.routing.num_experts
+    return saved
 
 
 def kv_bytes_read(engine: Engine, context: int) -> int:

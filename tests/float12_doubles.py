@@ -1,4 +1,4 @@
-"""A copy in 12 bits on a CPU: a double of its kernel, and kernels that are made as on a GPU."""
+"""Copies in 12 bits on a CPU: doubles of their kernels, and kernels that are made as on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,24 @@ from torch import Tensor
 
 from octavo import float12
 from octavo.float12 import PIECE_ROWS
+from octavo.layers import experts as layers_experts
 from octavo.layers import linear as layers_linear
 from octavo.ops.cuda.float12 import Float12Weight, pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.expert_kernels import SeparateExperts
+from octavo.ops.experts import ExpertsKernel, ExpertWeights, Routed
 from octavo.ops.linear import LinearKernel, TorchLinear
 from octavo.worker.device.cpu import CpuDevice
+
+
+class CopiedExperts(SeparateExperts):
+    """Any number of tokens times experts as they are read from copies."""
+
+    calls: list[int]
+
+    def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
+        self.calls.append(len(x))
+        return super().apply_partial(x, routed)
 
 
 class Hopper:
@@ -38,8 +51,10 @@ class Hopper:
         module = import_module(name)
         monkeypatch.setitem(sys.modules, name, module)
         self.kernel: type = module.CopiedLinear
-        for limit in ("MANY_ROWS", "_LEAST_ROWS", "_LEAST_SIZE", "_LEAST_OF_ONE"):
+        limits = ("MANY_ROWS", "_LEAST_ROWS", "_LEAST_SIZE", "_LEAST_OF_ONE", "_LEAST_OF_EXPERTS")
+        for limit in limits:
             monkeypatch.setattr(float12, limit, 1)
+        monkeypatch.setattr(layers_experts, "make_experts_kernel", self._make_experts)
         monkeypatch.setattr(layers_linear, "make_linear_kernel", self._make)
         monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args: None)
         monkeypatch.setattr(CpuDevice, "weight_kernels", lambda *args: "hopper")
@@ -53,6 +68,18 @@ class Hopper:
             return TorchLinear(unpack_float12(pack_float12(weight)))
         kernel: LinearKernel = self.kernel(weight, is_chained)
         return kernel
+
+    def _make_experts(
+        self, weights: ExpertWeights, epilogue: Epilogue, float12_copies: bool = False
+    ) -> ExpertsKernel:
+        if not float12_copies:
+            return SeparateExperts(weights, epilogue)
+        up, down = (
+            unpack_float12(pack_float12(each.flatten(0, 1))).view_as(each) for each in weights[:2]
+        )
+        read = CopiedExperts(weights._replace(up=up, down=down), epilogue)
+        read.calls = self.calls
+        return read
 
     def _multiply(
         self,

@@ -5,6 +5,11 @@ Plain Python, no torch: kernels choose by these rules, and so do `octavo memory`
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+
+from octavo.routing import expected_distinct
+
 PIECE_ROWS, PIECE_INPUTS = 8, 64
 MOST_TOKENS = 128  # times a weight of many rows
 MANY_ROWS = 4 * 64 * 132  # so many keep all SMs busy to the end, as those of a vocabulary
@@ -13,6 +18,8 @@ _ROWS_OF_TOKEN = 200  # of these others, for each token that gains
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
 _LEAST_OF_ONE = 7 << 20  # weights that one token reads from a copy
+MOST_OF_EXPERT = 64  # tokens of one expert that its copy is multiplied by at once
+_LEAST_OF_EXPERTS = 24 << 20  # weights of the experts that some tokens take, read from copies
 
 
 def has_use(num_rows: int, size: int) -> bool:
@@ -49,3 +56,26 @@ def most_tokens(num_rows: int) -> int:
         return MOST_TOKENS
     few = max(1, num_rows // _ROWS_OF_TOKEN)
     return min(_MOST_OF_FEWER, 1 << (few.bit_length() - 1))
+
+
+def experts_have_use(num_experts: int, top_k: int, size: int, intermediate_size: int) -> bool:
+    """Whether gated MLPs of such a shape can have copies, which have whole pieces of inputs and of
+    rows, and some tokens take less time with them."""
+    has_pieces = size % PIECE_INPUTS == 0 and intermediate_size % PIECE_INPUTS == 0
+    tokens = copied_expert_tokens(num_experts, top_k, 3 * size * intermediate_size)
+    return has_pieces and len(tokens) > 0
+
+
+def copied_expert_tokens(num_experts: int, top_k: int, num_weights: int) -> range:
+    """For which numbers of tokens copies of experts with so many weights each are read.
+
+    Those that are hit should have many weights: unpacking few takes as long as reading them. And
+    hardly any expert should be taken by more than MOST_OF_EXPERT (routing.usual_most).
+    """
+    most = math.floor((math.sqrt(1 + MOST_OF_EXPERT) - 1) ** 2 * num_experts / top_k)
+
+    def reads_many(num_tokens: int) -> bool:
+        return expected_distinct(num_tokens, num_experts, top_k) * num_weights >= _LEAST_OF_EXPERTS
+
+    fewest = 1 + bisect_left(range(1, most + 1), True, key=reads_many)
+    return range(fewest, most + 1)

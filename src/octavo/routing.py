@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -62,5 +63,17 @@ class RoutingConfig:
             >>> round(RoutingConfig(num_experts=128, top_k=8).expected_distinct(8), 1)
             51.6
         """
-        missed = (1 - self.top_k / self.num_experts) ** num_tokens
-        return self.num_experts * (1 - missed)
+        return expected_distinct(num_tokens, self.num_experts, self.top_k)
+
+
+def expected_distinct(num_tokens: int, num_experts: int, top_k: int) -> float:
+    """See RoutingConfig.expected_distinct."""
+    missed: float = (1 - top_k / num_experts) ** num_tokens
+    return num_experts * (1 - missed)
+
+
+def usual_most(num_tokens: int, num_experts: int, top_k: int) -> float:
+    """More than so many of that many tokens hardly any expert is taken by: two standard deviations
+    above the mean, if all choices are equally likely, so that numbers are Poisson distributed."""
+    mean = num_tokens * top_k / num_experts
+    return mean + 2 * math.sqrt(mean)

@@ -36,7 +36,9 @@ from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
-COPIES_SHARE = 0.125  # of the room beside the weights, that copies of them may take
+# Of the room beside the weights, what copies of them may take: a share, or all beyond a KV cache of
+# so many sequences of CONTEXT tokens.
+COPIES_SHARE, SEQUENCES_BESIDE_COPIES = 0.125, 256
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
@@ -75,14 +77,7 @@ class Estimate:
         size = config.tensor_parallel_size
         shard = model_config.sharded(Shard(0, size)).kept_by(kernels)
         scheduler = config.scheduler
-        shape = KVShape.dense(
-            group_layers(shard.kv_specs()),
-            config.cache.block_size,
-            shard.num_kv_heads,
-            shard.head_dim,
-            config.cache.element_bytes(dtype),
-            model_config.longest_encoder_input(scheduler.max_num_batched_tokens),
-        )
+        shape = _kv_shape(config, shard, dtype)
         fixed = FixedMemory(
             shard.least_weight_bytes(DTYPE_BYTES[dtype]),
             estimate_activations(shard, scheduler, DTYPE_BYTES[dtype]),
@@ -172,8 +167,7 @@ def with_float12_copies(
     kernels: WeightKernels,
 ) -> ModelConfig:
     """The same model with copies of weights in 12 bits, if they are asked for and the device has
-    kernels for them: of the head and of as many layers as take little of the memory that the
-    weights leave (COPIES_SHARE).
+    kernels for them: of the head and of as many layers as the KV cache can spare memory for.
 
     Args:
         config: with `float12_copies`.
@@ -189,8 +183,40 @@ def with_float12_copies(
     weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
     sizes = [sum(each.float12_bytes for each in layer) for layer in shard.copyable]
     taken = accumulate(sizes, initial=shard.head.float12_bytes)
-    fitting = sum(size <= COPIES_SHARE * (total - weights) for size in taken)
+    most = _most_copies(config, shard, dtype, total - weights)
+    fitting = sum(size <= most for size in taken)
     return model_config.with_float12_copies(fitting - 1) if fitting else model_config
+
+
+def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int) -> float:
+    """How many bytes of the room beside its weights a device has to spare for copies.
+
+    What is asked for by name, a KV cache of some size or a longest sequence, comes first.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    shape = _kv_shape(config, shard, dtype)
+    asked, wanted = shape.held_bytes(config.max_model_len or 1), 0
+    if cache.num_blocks is not None:
+        asked = (cache.num_blocks + 1) * shape.block_bytes
+    elif cache.kv_cache_memory is not None:
+        asked = cache.kv_cache_memory
+    else:
+        num_seqs = min(scheduler.max_num_seqs, SEQUENCES_BESIDE_COPIES)
+        wanted = num_seqs * shape.held_bytes(min(CONTEXT, shard.max_model_len))
+    room_beside = room - estimate_activations(shard, scheduler, DTYPE_BYTES[dtype])
+    return min(room_beside - asked, max(COPIES_SHARE * room, room_beside - wanted))
+
+
+def _kv_shape(config: EngineConfig, shard: ModelConfig, dtype: str) -> KVShape:
+    """Of one device, without an attention backend's padding of heads."""
+    return KVShape.dense(
+        group_layers(shard.kv_specs()),
+        config.cache.block_size,
+        shard.num_kv_heads,
+        shard.head_dim,
+        config.cache.element_bytes(dtype),
+        shard.longest_encoder_input(config.scheduler.max_num_batched_tokens),
+    )
 
 
 def _bytes(

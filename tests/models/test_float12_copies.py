@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import statistics
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import model_zoo
-from float12_doubles import Hopper
+from float12_doubles import CopiedExperts, Hopper
 from octavo import LLM, SamplingParams, float12
 from octavo.config import make_config
 from octavo.float12 import MOST_TOKENS
-from octavo.layers.config import LinearConfig
+from octavo.layers.config import ExpertsConfig, LinearConfig
+from octavo.layers.experts import LoadedExperts
 from octavo.layers.linear import Projection
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda.expert_tiles import tokens_per_tile
 from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.parallel import Shard
 from octavo.weight_forms import with_float12_copies
-from octavo.worker.device.cpu import CpuDevice
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 80)]
 
@@ -48,10 +50,11 @@ def load(directory: Path | str, **options: Any) -> LLM:
 
 
 def kernels(llm: LLM) -> list[object]:
-    """Of all projections."""
+    """Of all projections and experts."""
     executor: Any = llm.engine.executor
     model: nn.Module = executor._worker.runner._model
-    return [each._kernel for each in model.modules() if isinstance(each, Projection)]
+    kinds = Projection, LoadedExperts
+    return [each._kernel for each in model.modules() if isinstance(each, kinds)]
 
 
 def results(llm: LLM) -> tuple[list[list[int]], list[float]]:
@@ -74,6 +77,9 @@ def results(llm: LLM) -> tuple[list[list[int]], list[float]]:
         ("phimoe", {}, {}),  # a bias
         ("bart", {"d_model": 64}, {}),  # a bias of the logits
         ("qwen3_moe", {}, {}),  # copies of attention's projections
+        ("qwen3_moe", {"moe_intermediate_size": 64}, {}),  # and of experts
+        ("qwen2_moe", {"moe_intermediate_size": 64}, {}),  # and of a shared expert
+        ("gpt_oss", {"intermediate_size": 64}, {}),  # experts with biases have none
     ],
 )
 def test_tokens_are_those_of_the_rounded_weights(
@@ -84,10 +90,11 @@ def test_tokens_are_those_of_the_rounded_weights(
     with load(directory, **options) as llm:
         assert llm.engine.model_config.float12_copies
         assert llm.engine.model_config.head.float12_copy
-        copied = [each.float12_copy for of in llm.engine.model_config.copyable for each in of]
+        copied = [each.float12_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
         assert any(copied) == ("quantization" not in options)
         expected = 1 + sum(copied)
-        assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == expected
+        kinds = hopper.kernel, CopiedExperts
+        assert sum(isinstance(each, kinds) for each in kernels(llm)) == expected
         found = results(llm)
     assert hopper.calls
     hopper.rounds = True
@@ -102,17 +109,15 @@ def test_as_many_layers_as_fit(
     """What is counted is what the device has."""
     directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
     with load(directory, model_impl=model_impl, float12_copies=False) as llm:
-        plain, weights = llm.engine.model_config, llm.engine.executor.capacity.budget.weights
+        plain = llm.engine.model_config
     budget = plain.with_float12_copies(1).float12_bytes
-    room = 1 << 28
-    monkeypatch.setattr("octavo.weight_forms.COPIES_SHARE", budget / room)
-    monkeypatch.setattr(CpuDevice, "total_memory", lambda *args: weights + room)
+    monkeypatch.setattr("octavo.weight_forms._most_copies", lambda *args: budget)
     with load(directory, model_impl=model_impl) as llm:
         config = llm.engine.model_config
         assert config == plain.with_float12_copies(1)
         copies = [each._copy for each in kernels(llm) if isinstance(each, hopper.kernel)]
     assert sum(each.nbytes for each in copies) == config.float12_bytes == budget
-    flags = [any(each.float12_copy for each in of) for of in config.copyable]
+    flags = [any(each.float12_bytes for each in of) for of in config.copyable]
     assert flags == [True, *[False] * (len(flags) - 1)]
     assert len(flags) > 1
 
@@ -163,7 +168,7 @@ def test_weights_that_are_not_finite_have_no_copies(hopper: Hopper, tmp_path: Pa
     tensors["lm_head.weight"][3, 5] = -torch.inf
     save_file(tensors, path, {"format": "pt"})
     with load(directory) as llm:
-        copied = [each.float12_copy for of in llm.engine.model_config.copyable for each in of]
+        copied = [each.float12_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == sum(copied) > 0
 
 
@@ -239,13 +244,39 @@ def test_ranks_have_copies_of_their_parts() -> None:
     assert config.float12_bytes == whole + 32 * of_layer
     assert config.least_weight_bytes(2) == plain.weight_bytes(2) + config.float12_bytes
     some = plain.with_float12_copies(5)
-    assert [any(each.float12_copy for each in of) for of in some.copyable] == [True] * 5 + [
+    assert [any(each.float12_bytes for each in of) for of in some.copyable] == [True] * 5 + [
         False
     ] * 27
     assert some.float12_bytes == whole + 5 * of_layer
     small, large = (sum(each.float12_saves(n) for each in some.copyable[0]) for n in (64, 16))
     assert 0 < small < large
     assert some.float12_saves(64) == some.head.float12_saves(64) + 5 * small
+
+
+def test_experts_have_copies() -> None:
+    config = read_model_config(CONFIGS / "qwen3-30b-a3b").with_float12_copies()
+    experts = config.layers[0].mlp
+    assert isinstance(experts, ExpertsConfig)
+    weights = 128 * 3 * 2048 * 768
+    scales = 128 * (2 * 768 + 2048)
+    assert experts.float12_bytes == weights * 3 // 2 + 4 * scales
+    assert experts in config.copyable[0]
+    for num_tokens, hit in ((1, 8), (8, 51.6), (700, 128)):
+        expected = (weights // 2 - 4 * scales) * hit / 128
+        assert experts.float12_saves(num_tokens) == pytest.approx(expected, rel=1e-3)
+    # The most tokens with which a tile of the kernel has room for those of nearly all experts.
+    most = experts.copied_tokens.stop - 1
+    assert tokens_per_tile(most, 128, 8) == float12.MOST_OF_EXPERT
+    assert tokens_per_tile(most + 1, 128, 8) > float12.MOST_OF_EXPERT
+    assert experts.float12_saves(most + 1) == 0
+    half, eighth = (config.sharded(Shard(0, n)).layers[0].mlp for n in (2, 8))
+    assert isinstance(half, ExpertsConfig)
+    assert half.float12_bytes == weights * 3 // 4 + 4 * 128 * (768 + 2048)
+    assert isinstance(eighth, ExpertsConfig)
+    assert eighth.float12_bytes == 0  # parts of 96 inputs have no whole pieces
+    odd = replace(experts, intermediate_size=736)
+    assert odd.with_float12_copies().float12_bytes == 0
+    assert replace(experts, bias=True).with_float12_copies().float12_bytes == 0
 
 
 def test_attention_has_copies_beside_experts() -> None:
@@ -269,7 +300,11 @@ def test_attention_has_copies_beside_experts() -> None:
     ("options", "dtype", "total", "kernels", "num_layers"),
     [
         ({}, "bfloat16", 126 * GB, "hopper", 32),  # 11.3 GB of 110 beside 16 GB of weights
-        ({}, "bfloat16", 80 * GB, "hopper", 22),  # 0.79 GB and 22 times 0.33 of 64
+        ({}, "bfloat16", 80 * GB, "hopper", 32),  # beside 34 GB of KV
+        ({}, "bfloat16", 40 * GB, "hopper", 6),  # 0.79 GB and 6 times 0.33 of 24
+        ({"max_num_seqs": 128}, "bfloat16", 40 * GB, "hopper", 17),  # beside 17 GB of KV
+        ({"num_blocks": 8192}, "bfloat16", 40 * GB, "hopper", 16),  # the same
+        ({"kv_cache_memory": 23 * GB}, "bfloat16", 40 * GB, "hopper", None),
         ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", None),
         ({}, "float16", 80 * GB, "hopper", None),
         ({}, "bfloat16", 80 * GB, "ada", None),
@@ -376,7 +411,7 @@ class TestOnGpu:
         for is_asked in (True, False):
             with load(directory, num_blocks=1000, float12_copies=is_asked) as llm:
                 copied = llm.engine.model_config.copyable
-                assert any(each.float12_copy for of in copied for each in of) == is_asked
+                assert any(each.float12_bytes for of in copied for each in of) == is_asked
                 found = chain.from_iterable(squares(llm, count) for count in (1, 3, 12, 40))
                 errors.append(math.sqrt(statistics.fmean(found)))
         with_copies, without = errors

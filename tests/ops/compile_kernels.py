@@ -166,7 +166,7 @@ def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
-    from octavo.ops.cuda.float12 import pack_float12
+    from octavo.ops.cuda.float12 import Float12Weight, pack_float12
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
     from octavo.ops.cuda.linear_ring_float12 import Float12Ring, linear_ring_float12
@@ -191,7 +191,9 @@ def projections() -> None:
         for norm in norms if with_all else ():
             linear_one(norm, weight, None, epilogue)
             linear_ring(norm, weight, bias, epilogue, Ring(8, 8, 4, 150), 132)
-            linear_ring_float12(norm, stored, bias, epilogue, Float12Ring(8, 8, 4, 150), 132)
+            for rows, pieces in ((8, 16), (16, 8)) if has_all else ((8, 16),):
+                ring = Float12Ring(rows, pieces, 3, 150)
+                linear_ring_float12(norm, stored, bias, epilogue, ring, 132)
         for rows, pieces in ((8, 16), (16, 8)) if with_all else ((8, 16),):
             ring = Float12Ring(rows, pieces, 3, 150)
             linear_ring_float12(row, stored, None, epilogue, ring, 132)
@@ -204,6 +206,9 @@ def projections() -> None:
         if epilogue.is_gated:
             apply_gate(x, epilogue)
     soft_cap(x, 30.0)
+    many = Float12Weight((4096, 1024), torch.zeros(512, 16, 192).int(), torch.zeros(4096))
+    ring = Float12Ring(8, 16, 2, 150)  # of which programs take several
+    linear_ring_float12(row[:, :1024], many, None, Epilogue.SILU_MUL, ring, 132)
     few_float12()
 
 
@@ -445,6 +450,7 @@ def experts() -> None:
             rounding = on_hopper.rounding(num_tokens, softmax.top_k)
             on_hopper.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x, rounding))
     bounded_experts_of_one_token()
+    copied_experts()
     float8_experts_of_one_token()
     experts_that_route()
     correction = torch.zeros(num)
@@ -490,6 +496,27 @@ def bounded_experts_of_one_token() -> None:
     assert kernel is not None
     routed = Routed(torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 4))
     kernel.apply_partial(torch.zeros(1, size, dtype=torch.bfloat16), routed)
+
+
+def copied_experts() -> None:
+    """Of one token, of few and of more for each expert."""
+    from octavo.ops.cuda import experts_hopper_float12
+    from octavo.ops.cuda.experts_copied import CopiedExperts
+    from octavo.ops.cuda.routing import list_blocks
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import ExpertWeights, Routed
+
+    num, size, inner = 4, 704, 192
+    up, down = torch.zeros(num, 2 * inner, size), torch.zeros(num, size, inner)
+    weights = ExpertWeights(up.bfloat16(), down.bfloat16())
+    kernel = CopiedExperts(weights, Epilogue.SILU_MUL, range(1, 100))
+    experts_hopper_float12.num_sms = lambda device: 132
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    for num_tokens in (1, 2, 8, 30) if has_all else (1, 30):
+        ids = torch.zeros(num_tokens, 4, dtype=torch.int32)
+        lists = None if num_tokens == 1 else list_blocks(ids, num, num_hit)
+        routed = Routed(ids, torch.zeros(num_tokens, 4), lists)
+        kernel.apply_partial(torch.zeros(num_tokens, size, dtype=torch.bfloat16), routed)
 
 
 def float8_experts_of_one_token() -> None:

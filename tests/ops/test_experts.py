@@ -714,7 +714,7 @@ def test_products_on_hopper(
             Epilogue.SILU_MUL,
             tiles,
         )
-        assert not cuda_experts._progress(CPU).any()
+        assert not cuda_experts.progress_of(CPU).any()
         return total(out)
 
     got = computed()

@@ -215,12 +215,43 @@ def test_tiles_leave_neither_sms_nor_columns_idle(
     num_rows: int, size: int, is_gated: bool, tile: tuple[int, int]
 ) -> None:
     ring = choose_float12_ring(num_rows, size, is_gated, 132)
+    assert ring is not None
     assert (ring.rows, ring.pieces) == tile
+
+
+def test_rows_that_are_too_many_for_few_sms_have_no_ring() -> None:
+    """As on a slice of a GPU: one token is multiplied by the weight."""
+    assert choose_float12_ring(57_344, 8192, True, 132) is not None
+    assert choose_float12_ring(57_344, 8192, True, 16) is None
+
+
+@pytest.mark.usefixtures("ring_kernels")
+def test_a_chain_without_a_ring_for_the_copy_reads_the_weight(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
+    monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
+    monkeypatch.setattr(float12_ring, "choose_float12_ring", lambda *args: None)
+    x, weight = operands(48, 320, device)
+    kernel = CopiedLinear(weight, is_chained=True)
+    actual = kernel.apply(x, None, Epilogue.NONE)
+    assert_close(actual, expected(x, weight, None, Epilogue.NONE))
+
+
+@pytest.mark.usefixtures("ring_kernels")
+def test_rows_of_large_weights(device: torch.device) -> None:
+    """Powers of two of rows, and those that are left out of inputs, are beyond float32 together."""
+    weight = torch.full((16, 64), 2.0**80, device=device).bfloat16()
+    x = torch.full((1, 64), 2.0**-40, device=device).bfloat16()
+    actual = linear_ring_float12(x, pack_float12(weight), None, Epilogue.NONE, RINGS[1], 3)
+    assert_close(actual, expected(x, weight, None, Epilogue.NONE))
 
 
 def test_rings_leave_room_for_each_other() -> None:
     def memory(rows: int, size: int, is_gated: bool = False) -> int:
         ring = choose_float12_ring(rows, size, is_gated, 132)
+        assert ring is not None
         units = rows / (1 + is_gated) / ring.rows / 132
         blocks = ring.rows * ring.pieces * 96 * ring.stages * (1 + is_gated)
         own_blocks = math.ceil(units) * math.ceil(size / (ring.pieces * PIECE_INPUTS))

@@ -390,6 +390,7 @@ class ExpertsConfig:
     method: str = "plain"  # how experts are stored and computed: in registry.EXPERTS_METHODS
     shared: MLPConfig | None = None
     shared_gate: bool = False  # whether its result is multiplied by a learned sigmoid
+    float12_copies: bool = False  # whether experts have them, where their form takes them
     shard: Shard = WHOLE  # which part of each expert's intermediate elements these are
 
     def sharded(self, shard: Shard) -> ExpertsConfig:
@@ -403,6 +404,53 @@ class ExpertsConfig:
         for both."""
         shared = None if self.shared is None else self.shared.with_linear_method(method)
         return replace(self, method=method, shared=shared)
+
+    def with_float12_copies(self) -> ExpertsConfig:
+        """The same experts with copies in 12 bits, as far as their form takes them: beside those in
+        bfloat16, a Hopper GPU has them for few tokens."""
+        shared = None if self.shared is None else replace(self.shared, float12_copies=True)
+        return replace(self, shared=shared, float12_copies=True)
+
+    @property
+    def has_float12_copies(self) -> bool:
+        """Whether the experts that a router chooses from have copies in 12 bits."""
+        routing, inner = self.routing, self.intermediate_size
+        shape = routing.num_experts, routing.top_k, self.hidden_size, inner
+        is_possible = self.float12_copies and self.method == "plain" and not self.bias
+        return is_possible and float12.experts_have_use(*shape)
+
+    @property
+    def float12_bytes(self) -> int:
+        """What the copies of all experts that a router chooses from take; 0: there are none."""
+        if not self.has_float12_copies:
+            return 0
+        up = float12.copy_bytes(2 * self.intermediate_size, self.hidden_size)
+        down = float12.copy_bytes(self.hidden_size, self.intermediate_size)
+        return self.routing.num_experts * (up + down)
+
+    def float12_saves(self, num_tokens: int) -> int:
+        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copies, if
+        all choices of experts are equally likely."""
+        if num_tokens not in self.copied_tokens:
+            return 0
+        routing = self.routing
+        hit_share = routing.expected_distinct(num_tokens) / routing.num_experts
+        return int(self.float12_saves_of_all * hit_share)
+
+    @property
+    def float12_saves_of_all(self) -> int:
+        """How many bytes fewer the copies have than all experts that a router chooses from."""
+        if not self.has_float12_copies:
+            return 0
+        return 2 * self.routing.num_experts * self.expert_parameters - self.float12_bytes
+
+    @property
+    def copied_tokens(self) -> range:
+        """For which numbers of tokens the copies are read."""
+        if not self.has_float12_copies:
+            return range(0)
+        routing, weights = self.routing, self.expert_parameters
+        return float12.copied_expert_tokens(routing.num_experts, routing.top_k, weights)
 
     @property
     def has_down_bias(self) -> bool:

@@ -285,7 +285,8 @@ class PlainExperts(LoadedExperts):
     def finalize(self) -> None:
         """See ExpertsMethod.finalize; the kernel owns the weights from here on."""
         weights = ExpertWeights(self.up.detach(), self.down.detach(), *self._biases())
-        self._kernel = make_experts_kernel(weights, GATED_EPILOGUES[self.config.activation])
+        epilogue = GATED_EPILOGUES[self.config.activation]
+        self._kernel = make_experts_kernel(weights, epilogue, self.config.copied_tokens)
         del self.up, self.down
 
 

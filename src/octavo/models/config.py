@@ -105,19 +105,23 @@ class LayerConfig:
         )
 
     def with_float12_copies(self) -> LayerConfig:
-        """The same layer with copies in 12 bits of the projections of attention, and of a
-        feed-forward block without experts."""
+        """The same layer with copies in 12 bits of the projections of attention, and of the
+        feed-forward block's or its experts."""
         mlp = self.mlp
-        if isinstance(mlp, MLPConfig):
+        if isinstance(mlp, ExpertsConfig):
+            mlp = mlp.with_float12_copies()
+        else:
             mlp = replace(mlp, float12_copies=True)
         return replace(self, attention=replace(self.attention, float12_copies=True), mlp=mlp)
 
     @property
-    def copyable(self) -> tuple[LinearConfig, ...]:
+    def copyable(self) -> tuple[LinearConfig | ExpertsConfig, ...]:
         """All that may have copies in 12 bits."""
-        attention = (self.attention.qkv, self.attention.output)
-        own = (self.mlp.up, self.mlp.down) if isinstance(self.mlp, MLPConfig) else ()
-        return attention + own
+        mlp = self.mlp
+        experts = (mlp,) if isinstance(mlp, ExpertsConfig) else ()
+        dense = mlp.shared if isinstance(mlp, ExpertsConfig) else mlp
+        projections = () if dense is None else (dense.up, dense.down)
+        return (self.attention.qkv, self.attention.output, *projections, *experts)
 
     @property
     def num_parameters(self) -> int:
@@ -301,11 +305,11 @@ class ModelDescription:
 
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
-        token each."""
+        token each, if all choices of experts are equally likely."""
         return sum(each.float12_saves(num_tokens) for each in (self.head, *chain(*self.copyable)))
 
     @property
-    def copyable(self) -> tuple[tuple[LinearConfig, ...], ...]:
+    def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
         """Of each layer, all that may have copies in 12 bits."""
         return tuple(layer.copyable for layer in self.layers)
 
@@ -494,7 +498,7 @@ class ModelConfig(ModelDescription):
 
     def with_float12_copies(self, num_layers: int | None = None) -> Self:
         """The same model with copies in 12 bits of the head and, in the first so many layers (None:
-        in all), of projections that are not quantized, where their shapes take them."""
+        in all), of projections and experts that are not quantized, where their shapes take them."""
         quantization, layers = self.quantization, self.layers
         if quantization is None or quantization.weight_bytes is None:
             count = len(layers) if num_layers is None else num_layers

@@ -128,8 +128,19 @@ def make_quantized_experts_kernel(
     return MxExperts.of(weights, epilogue, dtype) or CudaExperts.of(weights, epilogue)
 
 
-def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:
-    """The fastest kernel on the weights' device; `epilogue` is gated."""
+def make_experts_kernel(
+    weights: ExpertWeights, epilogue: Epilogue, copied_tokens: range = range(0)
+) -> ExpertsKernel:
+    """The fastest kernel on the weights' device; `epilogue` is gated.
+
+    copied_tokens: how many are multiplied by copies in 12 bits, if the weights have that form; only
+        for Hopper GPUs.
+    """
+    if copied_tokens:
+        from octavo.ops.cuda.experts_copied import CopiedExperts, take_copies
+
+        if take_copies(weights):
+            return CopiedExperts(weights, epilogue, copied_tokens)
     if weights.up.device.type == "cuda":
         from octavo.ops.cuda.experts import CudaExperts
 

@@ -20,6 +20,7 @@ from itertools import chain
 from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
+from octavo.layers.config import ExpertsConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import Shard
 from octavo.simulation.gpus import GPU
@@ -125,6 +126,7 @@ class ModelSize:
     head_copy_saves: int = 0
     head_copy_rows: int = 0
     copies_save: tuple[tuple[int, int], ...] = ()
+    expert_copies_save: tuple[tuple[int, int], ...] = ()  # the same of all experts
 
     @classmethod
     def of(
@@ -147,9 +149,13 @@ class ModelSize:
         shard = model.sharded(Shard(0, num_gpus))
         head_rows = shard.head.copied_tokens.stop - 1
         saves: Counter[int] = Counter()
+        expert_saves: Counter[int] = Counter()
         for each in chain(*shard.copyable):
             most = each.copied_tokens.stop - 1
-            saves[most] += num_gpus * each.float12_saves(most)
+            if isinstance(each, ExpertsConfig):
+                expert_saves[most] += num_gpus * each.float12_saves_of_all
+            else:
+                saves[most] += num_gpus * each.float12_saves(most)
         return cls(
             weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
@@ -164,6 +170,7 @@ class ModelSize:
             head_copy_saves=num_gpus * shard.head.float12_saves(head_rows),
             head_copy_rows=max(0, head_rows),
             copies_save=tuple(sorted(each for each in saves.items() if each[1])),
+            expert_copies_save=tuple(sorted(each for each in expert_saves.items() if each[1])),
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
@@ -172,8 +179,14 @@ class ModelSize:
         more tokens never take less time.
         """
         saved = self.head_copy_saves if num_logits <= self.head_copy_rows else 0
-        saved += sum(num_bytes for most, num_bytes in self.copies_save if num_tokens <= most)
-        return self.weight_bytes - saved + self.expert_bytes * (1 - self.miss_share**num_tokens)
+        saved += _saved(self.copies_save, num_tokens)
+        experts = self.expert_bytes - _saved(self.expert_copies_save, num_tokens)
+        return self.weight_bytes - saved + experts * (1 - self.miss_share**num_tokens)
+
+
+def _saved(copies_save: tuple[tuple[int, int], ...], num_tokens: int) -> int:
+    """By copies that are read for so many tokens."""
+    return sum(num_bytes for most, num_bytes in copies_save if num_tokens <= most)
 
 
 class CostModel:

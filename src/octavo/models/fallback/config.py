@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from octavo.errors import ConfigError
-from octavo.layers.config import LinearConfig
+from octavo.layers.config import ExpertsConfig, LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import OPTION, Shard
 
@@ -41,7 +41,7 @@ class TransformersConfig(ModelConfig):
         return replace(self, float12_copies=True, num_copied_layers=count)
 
     @property
-    def copyable(self) -> tuple[tuple[LinearConfig, ...], ...]:
+    def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
         """See ModelDescription.copyable."""
         count = self.num_copied_layers
         copied = (tuple(each.with_float12_copy() for each in of) for of in self.projections[:count])

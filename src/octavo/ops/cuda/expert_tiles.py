@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.routing import usual_most
 
 # Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
 # up; beyond that it would take longer to write and read than it is worth.
@@ -76,10 +77,10 @@ def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:
     """Tokens of one expert that a program computes, of a batch of `num_tokens`.
 
     Most experts should find room for their tokens in one tile, with which their weights are read
-    once: for Poisson distributed numbers, that is some two standard deviations above the mean.
+    once.
     """
-    mean = num_tokens * top_k / num_experts
-    return next((size for size in (16, 32, 64) if mean + 2 * mean**0.5 <= size), 128)
+    most = usual_most(num_tokens, num_experts, top_k)
+    return next((size for size in (16, 32, 64) if most <= size), 128)
 
 
 def max_blocks(num_tokens: int, num_experts: int, top_k: int, tokens: int) -> int:

@@ -76,7 +76,7 @@ from octavo.ops.experts import (
 from octavo.ops.quantized import RoundedInputs, Rounding
 from octavo.routing import RoutingConfig
 
-_MAX_BLOCKS = 1 << 12  # that experts_hopper.py counts tiles of
+MAX_BLOCKS = 1 << 12  # that experts_hopper.py counts tiles of
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
@@ -143,8 +143,7 @@ class CudaExperts:
         if x.dtype == torch.float32:
             tiles = None
         exact_tokens = EXACT_TOKENS if tiles is None else HOPPER_EXACT_TOKENS
-        dtype = torch.float32 if num_tokens <= exact_tokens else x.dtype
-        out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
+        out = empty_parts(x, top_k, exact_tokens)
         if tiles is not None:
             inputs = routed.inputs or round_inputs(x, Rounding.IN_TWO)
             launch_on_hopper(inputs, (up, down), self._biases, out, routed, self._epilogue, tiles)
@@ -163,7 +162,7 @@ class CudaExperts:
         is_on_hopper = _is_on_hopper(up.values.device)
         if not is_on_hopper or not all(_has_tma(each.values) for each in (up, down)):
             return None
-        if num_tokens == 1 or max_blocks(num_tokens, num_experts, top_k, tokens) > _MAX_BLOCKS:
+        if num_tokens == 1 or max_blocks(num_tokens, num_experts, top_k, tokens) > MAX_BLOCKS:
             return None
         return choose_hopper_tiles(tokens, up, down)
 
@@ -175,16 +174,23 @@ def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -
     return experts.apply_partial(x, routed)
 
 
+def empty_parts(x: Tensor, top_k: int, exact_tokens: int) -> Tensor:
+    """For what each of a token's experts contributes, [top_k, num_tokens, size]: in float32 for up
+    to `exact_tokens` tokens, and otherwise in x's dtype."""
+    dtype = torch.float32 if len(x) <= exact_tokens else x.dtype
+    return torch.empty((top_k, *x.shape), dtype=dtype, device=x.device)
+
+
 def _is_on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and _is_hopper(device)
 
 
 @cache
-def _progress(device: torch.device) -> Tensor:
+def progress_of(device: torch.device) -> Tensor:
     """What programs of experts_hopper.py count; 0 between kernels. For one stream."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
-    return torch.zeros(_MAX_BLOCKS + 2, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_BLOCKS + 2, dtype=torch.int32, device=device)
 
 
 def launch_on_hopper(
@@ -228,7 +234,7 @@ def launch_on_hopper(
         lists.ends,
         lists.num_blocks,
         routed.weights,
-        _progress(out.device),
+        progress_of(out.device),
         num_tokens,
         down.size,
         up.size,

@@ -281,7 +281,7 @@ def _gather_all(
     """The partition that loads inputs."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    done, finished, counter = progress
+    done = progress + 2
     num = gl.load(num_blocks, cache_modifier=".cg")
     gate_tiles, down_tiles = shapes[0][1], shapes[1][1]
     gates, downs = _work(num, shapes)
@@ -293,15 +293,21 @@ def _gather_all(
         inner, lists, done, gate_tiles, buffers, claims, downs, state,
         down_tiles, num_steps[1] * _BLOCK, num_steps[1], TOP_K, False,
     )  # fmt: skip
-    # The last program to get here, after which none waits, has the counters ready for the next
-    # layer.
-    if gl.atomic_add(finished, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
+    reset_progress(progress, num)
+
+
+@gluon.jit
+def reset_progress(progress, num_blocks):
+    """What a program does that waits for none any more: the last one of them has the counters ready
+    for the next layer."""
+    if gl.atomic_add(progress, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
         COUNTERS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for first in range(0, num, 32 * gl.num_warps()):
+        done = progress + 2
+        for first in range(0, num_blocks, 32 * gl.num_warps()):
             blocks = first + gl.arange(0, 32 * gl.num_warps(), layout=COUNTERS)
-            gl.store(done + blocks, gl.zeros_like(blocks), mask=blocks < num)
-        gl.store(finished, 0)
-        gl.store(counter, 0)
+            gl.store(done + blocks, gl.zeros_like(blocks), mask=blocks < num_blocks)
+        gl.store(progress, 0)
+        gl.store(progress + 1, 0)
 
 
 @gluon.jit
@@ -698,7 +704,7 @@ def grouped_kernel(
                     (inner, inner_scales, TOKENS),
                     lists,
                     num_blocks,
-                    (done, progress, counter),
+                    progress,
                     (x_tiles, x_scales, ready, free),
                     claims,
                     shapes,

@@ -72,6 +72,8 @@ class CopiedLinear(CudaLinear):
     ) -> Tensor:
         if 1 not in self._copied_tokens or not self._takes(epilogue):
             return super()._apply_ring(x, bias, epilogue)
-        from octavo.ops.cuda.linear_ring_float12 import linear_one_float12
+        from octavo.ops.cuda.linear_ring_float12 import linear_one_float12, takes_one
 
+        if not takes_one(self._copy, epilogue):
+            return super()._apply_ring(x, bias, epilogue)
         return linear_one_float12(x, self._copy, bias, epilogue)

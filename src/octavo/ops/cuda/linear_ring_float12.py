@@ -6,10 +6,10 @@ cores' left operand, of which each counts with one of the columns on the right.
 
 Here the left operand is in registers, where weights are unpacked to bfloat16. A warp needs nothing
 of the others for that, so its tensor cores multiply 16 rows of its own. A fifth warp loads W: those
-that multiply never wait for each other, but for the block that they need. Nor are their sums added
-up before the end, when those of all rows are. Unpacked weights are not multiplied by their large
-power of two: inputs are by a part of it, which leaves them in the range of bfloat16, and sums by
-the rest.
+that multiply meet once for each block, at the barrier that Triton puts before the wait for it, and
+their sums are not added up before the end, when those of all rows are. Unpacked weights are not
+multiplied by their large power of two: inputs are by a part of it, which leaves them in the range
+of bfloat16, and sums by the rest.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
-_FOLD = tl.constexpr(8)  # pieces of x
+FOLD = 8  # pieces of x
+SIGNS = PIECE_WORDS // 3 * 2  # words of a piece, before those with exponents
+INPUT_FACTOR, SUM_FACTOR = 2.0**64, 2.0 ** (UNIT - 64)
+
+_FOLD, _SIGNS = tl.constexpr(FOLD), tl.constexpr(SIGNS)
 _PIECE_INPUTS = tl.constexpr(PIECE_INPUTS)
 _PIECE_ROWS = tl.constexpr(PIECE_ROWS)
-_SIGNS = tl.constexpr(PIECE_WORDS // 3 * 2)  # words of a piece, before those with exponents
-_INPUT_FACTOR = tl.constexpr(2.0**64)
-_SUM_FACTOR = tl.constexpr(2.0 ** (UNIT - 64))
+_INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(INPUT_FACTOR), tl.constexpr(SUM_FACTOR)
 
 
 def _assembly() -> str:
@@ -100,7 +102,7 @@ class Float12Ring:
 
 
 _WARPS = 4  # that multiply
-_MOST_STAGES = 13
+_FEWEST_STAGES, _MOST_STAGES = 2, 13
 _SMALL_SUMS = 4096  # bytes of warps' sums that fit beside rings of such memory, and attention
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
 # Of a thread, of twice four warps: what the one that loads does not need goes to the others.
@@ -111,8 +113,11 @@ _LEAST_GAIN = 1.05
 
 
 @cache
-def choose_float12_ring(num_rows: int, size: int, is_gated: bool, num_programs: int) -> Float12Ring:
-    """For W [num_rows, size], half of whose rows are gates with `is_gated`."""
+def choose_float12_ring(
+    num_rows: int, size: int, is_gated: bool, num_programs: int
+) -> Float12Ring | None:
+    """For W [num_rows, size], half of whose rows are gates with `is_gated`. None: programs have so
+    many rows that their sums leave no room for a ring."""
     halves = 2 if is_gated else 1
 
     def share(tile: tuple[int, int]) -> float:
@@ -126,18 +131,28 @@ def choose_float12_ring(num_rows: int, size: int, is_gated: bool, num_programs: 
     of_sums = 4 * _WARPS * halves * rows * power_of_2(units)
     memory = ring_memory(size, PIECE_INPUTS, is_gated) - max(0, of_sums - _SMALL_SUMS)
     stages = memory // nbytes
+    if stages < _FEWEST_STAGES:
+        return None
     blocks = units * triton.cdiv(size, pieces * PIECE_INPUTS)
     return Float12Ring(
         rows, pieces, min(stages, _MOST_STAGES, blocks), _PAUSE * nbytes // _PAUSED_BYTES
     )
 
 
+def takes_one(weight: Float12Weight, epilogue: Epilogue) -> bool:
+    """Whether `linear_one_float12` computes with W on its device."""
+    num_programs = num_sms(weight.words.device)
+    return choose_float12_ring(*weight.shape, epilogue.is_gated, num_programs) is not None
+
+
 def linear_one_float12(
     x: Tensor | DeferredNorm, weight: Float12Weight, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
-    """`linear_ring_float12` with a program for each SM, and the ring that is chosen for W."""
+    """`linear_ring_float12` of a W that `takes_one` says, with a program for each SM and the ring
+    that is chosen."""
     num_programs = num_sms(weight.words.device)
     ring = choose_float12_ring(*weight.shape, epilogue.is_gated, num_programs)
+    assert ring is not None
     return linear_ring_float12(x, weight, bias, epilogue, ring, num_programs)
 
 
@@ -236,7 +251,7 @@ def _produce(
 
 
 @gluon.constexpr_function
-def _layout(each: int, words: int) -> gl.DistributedLinearLayout:
+def words_layout(each: int, words: int) -> gl.DistributedLinearLayout:
     """Where threads have the words of eight pieces: `each` neighbouring ones of a piece, and of the
     next one, which belongs to the eighth row below in the left operand."""
     columns = [each << i for i in range((words // each).bit_length() - 1)]
@@ -245,17 +260,24 @@ def _layout(each: int, words: int) -> gl.DistributedLinearLayout:
         [[0, column] for column in columns],
         [[2, 0], [4, 0]],
         [],
-        [_FOLD.value, words],
+        [FOLD, words],
     )
 
 
 @gluon.jit
 def _left(tiles, place, LAYOUT: gl.constexpr):
-    """The left operand of the eight pieces at that place: bfloat16 [rows, inputs of a piece] /
-    2 ** UNIT, in registers; the rows of a piece are neighbours."""
+    """The left operand of the eight pieces at that place."""
     sign_tiles, exponent_tiles = tiles
-    signs = sign_tiles.index(place).load(_layout(4, _SIGNS))
-    exponents = exponent_tiles.index(place).load(_layout(2, _SIGNS // 2))
+    signs = sign_tiles.index(place).load(words_layout(4, _SIGNS))
+    exponents = exponent_tiles.index(place).load(words_layout(2, _SIGNS // 2))
+    return unpacked(signs, exponents, LAYOUT)
+
+
+@gluon.jit
+def unpacked(signs, exponents, LAYOUT: gl.constexpr):
+    """The left operand that eight pieces are, of whose words threads have those of `words_layout`:
+    bfloat16 [rows, inputs of a piece] / 2 ** UNIT, in registers; the rows of a piece are
+    neighbours."""
     parts = gl.inline_asm_elementwise(
         _TO_BFLOAT16,
         "=&r,=&r,=&r,=&r,r,r,r,r",
@@ -375,7 +397,9 @@ def _consume(
                 for group in gl.static_range(GROUPS):
                     left = _left(tiles, (stage * GROUPS + group) * TILES + i, LAYOUT)
                     sums = _added(sums, (i * GROUPS + group) % SUMS, left, inputs)
-            # Each thread has its words: none waits for the others before the place is free.
+            # Each thread has its words: none waits for the others before the place is free. That
+            # they are in registers by then is no promise of PTX, for which this arrival follows
+            # asynchronous copies; a warp's instructions for shared memory are carried out in order.
             async_copy.mbarrier_arrive(free.index(stage), increment_count=False)
             is_end = stage == STAGES - 1
             stage = gl.where(is_end, 0, stage + 1)
@@ -390,7 +414,7 @@ def _consume(
     halves = ()
     for half in gl.static_range(HALVES):
         y = gl.sum(sums_of_warps.index(half).load(ALL), 1)
-        y *= _SUM_FACTOR * factors[half]
+        y = y * _SUM_FACTOR * factors[half]  # one after the other: their product may overflow
         if HAS_BIAS:
             y += shifts[half].to(gl.float32)
         halves += (y,)  # type: ignore[assignment]
