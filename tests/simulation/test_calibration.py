@@ -138,12 +138,36 @@ def test_an_engine_s_steps_are_recorded(tmp_path: Path) -> None:
     assert all(r.seconds >= r.compute_seconds > 0 for r in records)
 
 
+def test_a_calibration_of_another_version_is_not_misread(tmp_path: Path) -> None:
+    file = tmp_path / "cal.json"
+    calibrate(SETTING, made_up_steps(60)).write(file)
+    text = file.read_text()
+    for old, new, message in [
+        (
+            "layer_overhead",
+            "layers",
+            r"cal.json .*: layer_overhead is missing, layers is not known$",
+        ),
+        ("copies_save", "saves", r"cal.json .*: copies_save is missing, saves is not known$"),
+        ('"fitted"', '"made": 1, "fitted"', r"cal.json is not a calibration: made is not known$"),
+    ]:
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=message):
+            read_calibration(file)
+
+
+OTHER_VERSION = r"steps.jsonl:1: model: copies_save is missing, saves is not known$"
+
+
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
-    head = json.dumps({"octavo_steps": 1, **asdict(SETTING)})
+    head = json.dumps({"octavo_steps": 2, **asdict(SETTING)})
     good = json.dumps(asdict(made_up_steps(1)[0]))
     for lines, message in [
-        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 1'),
+        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 2'),
+        ([head.replace('"octavo_steps": 2', '"octavo_steps": 1'), good], "it does not begin with"),
+        ([head.replace("copies_save", "saves"), good], OTHER_VERSION),
+        ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
         ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
         ([head, good.replace("num_seqs", "num_rows")], r"steps.jsonl:2: it must be an object with"),

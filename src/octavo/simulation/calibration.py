@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import Coefficients, CostModel
 from octavo.simulation.gpus import find_gpu
-from octavo.simulation.step_records import Setting, StepRecord, total_seconds
+from octavo.simulation.step_records import Setting, StepRecord, check_names, total_seconds
 
 HELD_OUT = 0.25  # share of the steps that the fit does not see
 LARGEST = 1e6  # how far a coefficient may go from where the fit begins
@@ -119,11 +119,15 @@ def calibrate(
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """What `Calibration.write` wrote. Raises ConfigError if the file is broken."""
+    """What `Calibration.write` wrote. Raises ConfigError if the file is broken, or lacks a name or
+    has one that is not known, as those of other versions do."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+        given = json.loads(Path(path).read_bytes())
+        calibration = msgspec.convert(given, Calibration)
+        check_names(asdict(calibration), given)
     except (OSError, ValueError) as error:  # msgspec's errors among them
         raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
+    return calibration
 
 
 def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:
