@@ -119,7 +119,8 @@ def test_ranks_read_copies_of_their_parts() -> None:
     whole, halves = (ModelSize.of(model, "bfloat16", num_gpus=n) for n in (1, 2))
     assert whole.weight_bytes == halves.weight_bytes
     assert halves.head_copy_saves == whole.head_copy_saves
-    assert halves.copies_save < whole.copies_save
+    assert whole.copies_save
+    assert halves.copies_save == ()  # too small to have copies
     reads = [whole.read_bytes(n, n) for n in range(1, 200)]
     assert reads == sorted(reads)
 
