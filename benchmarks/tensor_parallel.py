@@ -2,8 +2,9 @@
 
 Decode steps at context 1,024 beside the roofline of all GPUs, the simulator's prediction and where
 the time goes (`--profile FILE`); then ShareGPT requests, all at once, with each memory policy:
-paged, and the paper's Orca policies, which reserve memory for whole sequences. The weights are
-random, and loaded once.
+paged, and the paper's Orca policies, which reserve memory for whole sequences; as many with each,
+or so many with each in turn. The weights are random, and
+loaded once.
 
     python benchmarks/tensor_parallel.py opt-175b 4 --policies paged orca-oracle orca-max
     python benchmarks/tensor_parallel.py tiny 2 --num-requests 8   # without GPUs: that it runs
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("size", type=int, help="GPUs, or ranks on a CPU")
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
-    parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument("--num-requests", nargs="+", type=int, default=[1000])
     parser.add_argument(
         "--policies", nargs="*", choices=list(MEMORY_POLICIES.builtin), default=["paged"]
     )
@@ -54,6 +55,10 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--profile", metavar="FILE")
     arguments = parser.parse_args()
+    if len(arguments.num_requests) == 1:
+        arguments.num_requests *= len(arguments.policies)
+    if len(arguments.num_requests) != len(arguments.policies):
+        parser.error("--num-requests takes one number, or one for each of --policies.")
     if arguments.profile:
         os.environ[step_profile.REQUEST] = arguments.profile
         launcher = LocalLauncher((sys.executable, step_profile.__file__))
@@ -83,11 +88,10 @@ def main() -> None:
         for batch in arguments.batches
         if batch * (CONTEXT + 64) <= tokens
     }
-    requests = {}
-    if arguments.num_requests:
-        for policy in arguments.policies:
-            engine = with_policy(engine, policy)
-            requests[policy] = requests_row(engine, policy, arguments.num_requests)
+    requests = []
+    for policy, num_requests in zip(arguments.policies, arguments.num_requests, strict=True):
+        engine = with_policy(engine, policy)
+        requests.append(requests_row(engine, policy, num_requests))
     engine.executor.shutdown()
     report(
         "tensor_parallel",
@@ -133,7 +137,7 @@ def with_policy(engine: Engine, policy: str) -> Engine:
     return other
 
 
-def requests_row(engine: Engine, policy: str, num_requests: int) -> dict[str, float]:
+def requests_row(engine: Engine, policy: str, num_requests: int) -> dict[str, Any]:
     """The first ShareGPT requests, all at once."""
     queries = trace("sharegpt", num_requests)(engine.model_config.vocab_size)
     queries = [
@@ -150,13 +154,14 @@ def requests_row(engine: Engine, policy: str, num_requests: int) -> dict[str, fl
     outputs, seconds = run_all(engine, queries)
     num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     row = {
+        "policy": policy,
         "requests": len(outputs),
         "seconds": round(seconds, 2),
         "tokens_per_s": round(num_tokens / seconds, 1),
         "mean_batch": round(statistics.fmean(running), 1),
         "preemptions": sum(engine.scheduler.num_preemptions.values()),
     }
-    print(f"{policy}: {row}", flush=True)
+    print(row, flush=True)
     return row
 
 
