@@ -3,8 +3,8 @@
 Decode steps at context 1,024 beside the roofline of all GPUs, the simulator's prediction and where
 the time goes (`--profile FILE`); then ShareGPT requests, all at once, with each memory policy:
 paged, and the paper's Orca policies, which reserve memory for whole sequences; as many with each,
-or so many with each in turn. The weights are random, and
-loaded once.
+or so many with each in turn. Beside each run of requests is the same one on the simulator's clock.
+The weights are random, and loaded once.
 
     python benchmarks/tensor_parallel.py opt-175b 4 --policies paged orca-oracle orca-max
     python benchmarks/tensor_parallel.py tiny 2 --num-requests 8   # without GPUs: that it runs
@@ -26,17 +26,19 @@ import step_profile
 import torch
 from decode_step import kv_bytes_read, step_times, weight_bytes
 from gpu_harness import copy_bandwidth, make_engine, report
-from throughput import run_all, trace
+from throughput import Query, run_all, trace
 
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
+from octavo.outputs import RequestOutput
 from octavo.registry import MEMORY_POLICIES
 from octavo.simulation.cost_model import CostModel, ModelSize
+from octavo.simulation.executor import SimulatedExecutor, VirtualClock
 from octavo.simulation.gpus import GPUS
-from octavo.simulation.step_shape import StepShape
+from octavo.simulation.step_shape import RowLengths, StepShape
 
 CONTEXT = 1024
 BATCHES = (1, 64, 256)
@@ -91,7 +93,7 @@ def main() -> None:
     requests = []
     for policy, num_requests in zip(arguments.policies, arguments.num_requests, strict=True):
         engine = with_policy(engine, policy)
-        requests.append(requests_row(engine, policy, num_requests))
+        requests.append(requests_row(engine, policy, num_requests, arguments))
     engine.executor.shutdown()
     report(
         "tensor_parallel",
@@ -113,9 +115,8 @@ def decode_row(
     walls, device, _, _ = step_times(engine, batch, 0.0, profile, CONTEXT)
     wall = statistics.fmean(walls)
     num_bytes = weight_bytes(engine, batch, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
-    size = ModelSize.of(engine.model_config, "bfloat16", num_gpus=arguments.size)
     shape = StepShape(batch, batch, batch, batch * CONTEXT, 0, num_requests=batch)
-    cost = CostModel(size, GPUS[arguments.gpu], arguments.size)
+    cost = cost_model(engine, arguments)
     row = {
         "ms": round(1e3 * wall, 3),
         "median_ms": round(1e3 * statistics.median(walls), 3),
@@ -125,6 +126,12 @@ def decode_row(
     }
     print(f"batch {batch}: {row}", flush=True)
     return row
+
+
+def cost_model(engine: Engine, arguments: argparse.Namespace) -> CostModel:
+    size = ModelSize.of(engine.model_config, "bfloat16", num_gpus=arguments.size)
+    block_size = engine.config.cache.block_size
+    return CostModel(size, GPUS[arguments.gpu], arguments.size, block_size)
 
 
 def with_policy(engine: Engine, policy: str) -> Engine:
@@ -137,13 +144,35 @@ def with_policy(engine: Engine, policy: str) -> Engine:
     return other
 
 
-def requests_row(engine: Engine, policy: str, num_requests: int) -> dict[str, Any]:
+def requests_row(
+    engine: Engine, policy: str, num_requests: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The first ShareGPT requests, all at once."""
     queries = trace("sharegpt", num_requests)(engine.model_config.vocab_size)
     queries = [
         query for query in queries if len(query[0]) + _outputs(query) <= engine.max_model_len
     ]
     run_all(engine, queries[:2])
+    outputs, seconds, mean_batch = run_counted(engine, queries)
+    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    clock = VirtualClock()
+    _, _, predicted_batch = run_counted(simulated(engine, clock, arguments), queries)
+    row = {
+        "policy": policy,
+        "requests": len(outputs),
+        "seconds": round(seconds, 2),
+        "predicted_s": round(clock.now, 2),
+        "tokens_per_s": round(num_tokens / seconds, 1),
+        "mean_batch": round(mean_batch, 1),
+        "predicted_batch": round(predicted_batch, 1),
+        "preemptions": sum(engine.scheduler.num_preemptions.values()),
+    }
+    print(row, flush=True)
+    return row
+
+
+def run_counted(engine: Engine, queries: list[Query]) -> tuple[list[RequestOutput], float, float]:
+    """Outputs, seconds, and how many sequences a step has on average."""
     running: list[int] = []
 
     def count(plan: StepPlan, result: StepResult, progress: object) -> None:
@@ -152,17 +181,19 @@ def requests_row(engine: Engine, policy: str, num_requests: int) -> dict[str, An
     engine.observers.append(count)
     gc.collect()
     outputs, seconds = run_all(engine, queries)
-    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    row = {
-        "policy": policy,
-        "requests": len(outputs),
-        "seconds": round(seconds, 2),
-        "tokens_per_s": round(num_tokens / seconds, 1),
-        "mean_batch": round(statistics.fmean(running), 1),
-        "preemptions": sum(engine.scheduler.num_preemptions.values()),
-    }
-    print(row, flush=True)
-    return row
+    return outputs, seconds, statistics.fmean(running)
+
+
+def simulated(engine: Engine, clock: VirtualClock, arguments: argparse.Namespace) -> Engine:
+    """The same engine, which computes nothing: its steps take the time of the cost model."""
+    executor = SimulatedExecutor(
+        engine.executor.capacity,
+        cost_model(engine, arguments),
+        clock,
+        RowLengths(engine.model_config.layer_windows),
+        is_asynchronous=engine.executor.is_asynchronous,
+    )
+    return Engine(engine.config, engine.model_config, executor, clock=clock)
 
 
 def _outputs(query: Any) -> int:

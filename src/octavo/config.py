@@ -221,7 +221,7 @@ class EngineConfig:
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
     float12_copies: bool = True
-    """On a Hopper GPU, a model in bfloat16 has copies in 12 bits of its head, and of projections and
+    """On a Hopper GPU a model in bfloat16 has copies in 12 bits of its head, and of projections and
     experts in as many layers as there is memory for beside a KV cache of 256 sequences (or
     `max_num_seqs`, if less) of 1,024 tokens; they may take an eighth of the memory beside the
     weights in any case. A size of the KV cache that is asked for, and a `max_model_len`, come

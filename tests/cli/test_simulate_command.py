@@ -9,7 +9,7 @@ from click_harness import Octavo
 
 from octavo.simulation.calibration import cost_model_of
 from octavo.simulation.cost_model import Coefficients
-from octavo.simulation.step_records import Setting, StepRecord
+from octavo.simulation.step_records import FORMAT, Setting, StepRecord
 from octavo.simulation.step_shape import StepShape
 
 ONCE = ("simulate", "--rate", 1, "--duration", 20, "--software", "paper-2023")
@@ -114,7 +114,7 @@ def steps(tmp_path: Path) -> Path:
     size = ModelSize.of(find_model("opt-13b"), "float16")
     model = cost_model_of(Setting(size, "a100-40gb", 1, 16), Coefficients())
     setting = {"model": asdict(size), "gpu": "a100-40gb", "num_gpus": 1, "block_size": 16}
-    lines = [{"octavo_steps": 1, **setting}]
+    lines = [{"octavo_steps": FORMAT, **setting}]
     for n in range(1, 60):
         shape = StepShape(n, n, n, 100 * n, 0)
         lines.append(asdict(StepRecord.of(shape, model.seconds(shape), 0.0, 0.0)))

@@ -16,6 +16,7 @@ import math
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -363,26 +364,47 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
 def _load_of(
     halts: threading.Event, polls: Polls, pointer: Pointer, *args: Any, **options: Any
 ) -> Any:
-    if options.get("volatile"):
-        _let_others_run(halts, polls, pointer)
-    return _load(pointer, *args, **options)
+    if not options.get("volatile"):
+        return _load(pointer, *args, **options)
+    _let_others_run(halts, polls, pointer)
+    found = _load(pointer, *args, **options)
+    polls.found(pointer, found)
+    return found
 
 
 class Polls:
-    """How often a program has looked at the same place in memory, one time after the other."""
+    """How often a program has looked at places in memory without finding anything new.
+
+    It may wait for several places in turns. What is new at one of them, or that it looks at another
+    one, is progress, and all counts begin anew.
+    """
 
     def __init__(self) -> None:
-        self._place: tuple[int, int] | None = None
-        self._count = 0
+        self._last: dict[tuple[int, int], Tensor] = {}  # the octets that were there
+        self._counts: Counter[tuple[int, int]] = Counter()
+        self._slept = 0.0
 
     def nap(self, pointer: Pointer) -> None:
         """Longer each time: of many programs that wait, those that look all the time would keep
         the others from working."""
-        place = pointer.memory.data_ptr(), int(torch.as_tensor(pointer.offset).flatten()[0])
-        self._count = self._count + 1 if place == self._place else 0
-        self._place = place
-        assert self._count < PATIENCE / LONGEST_NAP, "a program waits for ever"
-        time.sleep(min(1e-3 * 2 ** min(self._count, 10), LONGEST_NAP))
+        assert self._slept < PATIENCE, "a program waits for ever"
+        seconds = min(1e-3 * 2 ** min(self._counts[self._place(pointer)], 10), LONGEST_NAP)
+        time.sleep(seconds)
+        self._slept += seconds
+
+    def found(self, pointer: Pointer, values: Tensor) -> None:
+        """After a nap. As octets, because NaN is never equal to itself."""
+        place, octets = self._place(pointer), values.clone().flatten().view(torch.uint8)
+        last = self._last.get(place)
+        if last is None or not torch.equal(octets, last):
+            self._last[place] = octets
+            self._counts.clear()
+            self._slept = 0.0
+        self._counts[place] += 1
+
+    @staticmethod
+    def _place(pointer: Pointer) -> tuple[int, int]:
+        return pointer.memory.data_ptr(), int(torch.as_tensor(pointer.offset).flatten()[0])
 
 
 def _let_others_run(halts: threading.Event, polls: Polls, pointer: Pointer) -> None:
@@ -400,7 +422,9 @@ def _load(
 ) -> Any:
     offset = torch.as_tensor(pointer.offset).as_subclass(Tensor)
     if mask is None:
-        return block(pointer.memory[offset])
+        found = pointer.memory[offset]
+        # Of one number, torch makes a view of the memory, which others may write to.
+        return block(found if offset.dim() else found.clone())
     inside = torch.as_tensor(mask).as_subclass(Tensor).expand(offset.shape)
     values = pointer.memory[offset.clamp(0, len(pointer.memory) - 1)]
     assert (offset[inside] < len(pointer.memory)).all(), "a load from behind a tensor"
@@ -436,6 +460,8 @@ def _atomic_add(
     with _atomic:
         before = int(pointer.memory[int(pointer.offset)])
         pointer.memory[int(pointer.offset)] += value
+    if value == 0:
+        polls.found(pointer, torch.tensor(before))
     return before
 
 

@@ -19,6 +19,7 @@ from octavo.simulation.step_shape import StepShape
 
 TRUE = Coefficients(
     step_overhead=3e-3,
+    layer_overhead=5e-5,
     seq_overhead=1e-4,
     weight_efficiency=0.7,
     gemm_efficiency=0.5,
@@ -31,11 +32,11 @@ SETTING = Setting(ModelSize.of(find_model("opt-13b"), "float16"), "a100-40gb", 1
 
 
 def made_up_steps(count: int, noise: float = 0.0, setting: Setting = SETTING) -> list[StepRecord]:
-    """Decodes, prompts, and both, priced by `TRUE`."""
+    """Decodes, of one sequence often, prompts, and both, priced by `TRUE`."""
     draw, model = random.Random(0), cost_model_of(setting, TRUE)
     records = []
     for _ in range(count):
-        num_seqs = draw.randint(1, 200)
+        num_seqs = draw.choice([1, draw.randint(2, 200), draw.randint(2, 200)])
         prompt = draw.choice([0, 0, draw.randint(20, 2000)])
         shape = StepShape(
             num_seqs,
@@ -56,7 +57,7 @@ def test_known_coefficients_are_found_again() -> None:
     for name in calibration.fitted:
         found = getattr(calibration.coefficients, name)
         assert found == pytest.approx(getattr(TRUE, name), rel=0.05), name
-    assert len(calibration.fitted) == 8
+    assert len(calibration.fitted) == 9
     assert abs(calibration.on_held_out.total) < 0.002
     assert calibration.on_held_out.p90 < 0.01
 
@@ -84,9 +85,21 @@ def test_what_no_step_tells_stays() -> None:
     assert "swap_efficiency" not in calibration.fitted
 
 
+@pytest.mark.parametrize("is_several", [False, True])
+def test_what_layers_take_stays_unless_there_are_steps_of_one_token_and_of_several(
+    is_several: bool,
+) -> None:
+    records = [r for r in made_up_steps(200) if (r.num_tokens > 1) == is_several]
+    start = Coefficients(layer_overhead=1.23e-5)
+    calibration = calibrate(SETTING, records, start)
+    assert calibration.coefficients.layer_overhead == 1.23e-5
+    assert "layer_overhead" not in calibration.fitted
+    assert abs(calibration.on_held_out.total) < 0.02
+
+
 def test_too_few_steps() -> None:
-    with pytest.raises(ConfigError, match="steps: 9 steps are too few for 8 unknowns"):
-        calibrate(SETTING, made_up_steps(9))
+    with pytest.raises(ConfigError, match="steps: 15 steps are too few for 9 unknowns"):
+        calibrate(SETTING, made_up_steps(15))
 
 
 def test_a_calibration_is_for_one_model_and_device(tmp_path: Path) -> None:
@@ -125,12 +138,36 @@ def test_an_engine_s_steps_are_recorded(tmp_path: Path) -> None:
     assert all(r.seconds >= r.compute_seconds > 0 for r in records)
 
 
+def test_a_calibration_of_another_version_is_not_misread(tmp_path: Path) -> None:
+    file = tmp_path / "cal.json"
+    calibrate(SETTING, made_up_steps(60)).write(file)
+    text = file.read_text()
+    for old, new, message in [
+        (
+            "layer_overhead",
+            "layers",
+            r"cal.json .*: layer_overhead is missing, layers is not known$",
+        ),
+        ("copies_save", "saves", r"cal.json .*: copies_save is missing, saves is not known$"),
+        ('"fitted"', '"made": 1, "fitted"', r"cal.json is not a calibration: made is not known$"),
+    ]:
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=message):
+            read_calibration(file)
+
+
+OTHER_VERSION = r"steps.jsonl:1: model: copies_save is missing, saves is not known$"
+
+
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
-    head = json.dumps({"octavo_steps": 1, **asdict(SETTING)})
+    head = json.dumps({"octavo_steps": 2, **asdict(SETTING)})
     good = json.dumps(asdict(made_up_steps(1)[0]))
     for lines, message in [
-        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 1'),
+        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 2'),
+        ([head.replace('"octavo_steps": 2', '"octavo_steps": 1'), good], "it does not begin with"),
+        ([head.replace("copies_save", "saves"), good], OTHER_VERSION),
+        ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
         ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
         ([head, good.replace("num_seqs", "num_rows")], r"steps.jsonl:2: it must be an object with"),

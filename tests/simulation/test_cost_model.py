@@ -72,6 +72,13 @@ def test_tensor_parallel_by_hand() -> None:
     # Four: two rounds each, and three quarters of the bytes pass twice.
     reduces = 6 * (2 * 0.01 + 2 * 1.5 * 4 / 50)
     assert toy(4, reduce_latency=0.01).seconds(decode) == pytest.approx((4 + 4) / 4 + reduces)
+    # Rows of 6 bytes are exchanged in blocks of 8, both at once, however many devices there are.
+    model = replace(TOY_MODEL, hidden_bytes=6)
+    cost = replace(IDEAL, reduce_latency=0.01, reduce_block_latency=0.001)
+    for num_gpus, rounds, passed in [(2, 1, 1), (4, 2, 1.5)]:
+        reduces = 6 * (rounds * 0.01 + 8 * 0.001 + 2 * passed * 6 / 50)
+        seconds = CostModel(model, TOY_GPU, num_gpus, 2, cost).seconds(decode)
+        assert seconds == pytest.approx((4 + 4) / num_gpus + reduces)
 
 
 def test_experts_by_hand() -> None:
@@ -119,7 +126,8 @@ def test_ranks_read_copies_of_their_parts() -> None:
     whole, halves = (ModelSize.of(model, "bfloat16", num_gpus=n) for n in (1, 2))
     assert whole.weight_bytes == halves.weight_bytes
     assert halves.head_copy_saves == whole.head_copy_saves
-    assert halves.copies_save < whole.copies_save
+    assert whole.copies_save
+    assert halves.copies_save == ()  # too small to have copies
     reads = [whole.read_bytes(n, n) for n in range(1, 200)]
     assert reads == sorted(reads)
 
@@ -159,18 +167,21 @@ def test_a_better_coefficient_never_takes_more_time(name: str) -> None:
         ("llama-3-8b", 1, 0, 1, 3.67),
         ("llama-3-8b", 1, 0, 64, 6.24),
         ("llama-3-8b", 1, 32, 1, 3.14),
+        ("llama-3-8b", 1, 32, 64, 6.17),
         ("llama-3-8b", 1, 0, 256, 15.22),
         ("opt-13b", 1, 0, 64, 19.48),
         ("llama-3-8b", 2, 0, 1, 2.54),
         ("llama-3-8b", 2, 0, 256, 8.75),
         ("llama-3-70b", 2, 0, 64, 22.3),
         ("opt-13b", 2, 0, 64, 10.84),
-        ("llama-3-70b", 4, 34, 1, 9.19),
+        ("llama-3-70b", 4, 34, 1, 9.25),
         ("llama-3-70b", 4, 34, 16, 9.84),
-        ("llama-3-70b", 4, 34, 256, 26.17),
-        ("opt-66b", 4, 30, 1, 9.68),
+        ("llama-3-70b", 4, 34, 256, 27.33),
+        ("opt-66b", 4, 30, 1, 9.72),
         ("opt-66b", 4, 30, 16, 13.21),
-        ("opt-66b", 4, 30, 64, 20.45),
+        ("opt-66b", 4, 30, 64, 21.03),
+        ("opt-175b", 4, 8, 1, 24.29),
+        ("opt-175b", 4, 8, 16, 33.06),
     ],
 )
 def test_decode_steps_on_h200s(

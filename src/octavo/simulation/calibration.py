@@ -17,13 +17,14 @@ from octavo.errors import ConfigError
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import Coefficients, CostModel
 from octavo.simulation.gpus import find_gpu
-from octavo.simulation.step_records import Setting, StepRecord, total_seconds
+from octavo.simulation.step_records import Setting, StepRecord, check_names, total_seconds
 
 HELD_OUT = 0.25  # share of the steps that the fit does not see
 LARGEST = 1e6  # how far a coefficient may go from where the fit begins
 PRIOR = 1e-2  # weight of a coefficient's distance from where the fit begins
 NUM_PASSES = 3
-# The amounts of a step that each coefficient prices. One without such steps cannot be learnt.
+# The amounts of a step that each coefficient prices. One without such steps cannot be learnt. What
+# layers take is another matter: it needs steps that have it and steps that do not.
 AMOUNTS = {
     "step_overhead": "num_tokens",
     "seq_overhead": "num_seqs",
@@ -89,7 +90,9 @@ def calibrate(
     Least squares of (predicted - measured) / sqrt(expected), where what is expected comes from the
     fit before: long steps count for their length, and the predictions' sum has no bias. A
     coefficient that no step tells anything about stays as it was in `start`; where two explain the
-    same steps, those nearer to `start` are taken.
+    same steps, those nearer to `start` are taken. What a layer takes is fitted only where steps of
+    one token, which do not have it, are among those of several: it looks like more of the step
+    overhead otherwise, and stays.
 
     Raises:
         ConfigError: the device is unknown, there are too few steps, or SciPy is missing.
@@ -103,6 +106,8 @@ def calibrate(
         for name, amount in amounts.items()
         if any(getattr(record, amount) for record in fitted)
     ]
+    if {1, 2} <= {min(record.num_tokens, 2) for record in fitted}:
+        names.append("layer_overhead")
     if len(fitted) < 2 * len(names) or not held_out:
         raise ConfigError("steps", f"{len(records)} steps are too few for {len(names)} unknowns")
     fit = _Fit(setting, fitted, start, names)
@@ -114,11 +119,15 @@ def calibrate(
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """What `Calibration.write` wrote. Raises ConfigError if the file is broken."""
+    """What `Calibration.write` wrote. Raises ConfigError if the file is broken, or lacks a name or
+    has one that is not known, as those of other versions do."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+        given = json.loads(Path(path).read_bytes())
+        calibration = msgspec.convert(given, Calibration)
+        check_names(asdict(calibration), given)
     except (OSError, ValueError) as error:  # msgspec's errors among them
         raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
+    return calibration
 
 
 def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:

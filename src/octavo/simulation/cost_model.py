@@ -33,21 +33,25 @@ REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention
 class Coefficients:
     """What the data sheet does not say. Efficiencies are fractions of the peak.
 
-    The defaults are those of octavo's kernels on H200s. benchmarks/fit_octavo_software.py fits them
-    to measured decode steps of dense models on one, two and four (docs/performance.md). What these
-    do not tell, attention of prompts and copies, was measured by itself.
+    The defaults are those of octavo's kernels on H200s. benchmarks/fit_octavo_software.py fits most
+    of them to measured decode steps of dense models on one, two and four (docs/performance.md).
+    What these do not tell was measured by itself: attention of prompts, copies of blocks, and what
+    a wider block adds to an all-reduce, which is as much for 64 rows as for one. The overhead of a
+    sequence is an estimate: it is so small that the steps do not determine it.
     """
 
-    step_overhead: float = 3.4e-4  # s; host and launches
-    layer_overhead: float = 7.2e-6  # s for each layer, if a step has several tokens
+    step_overhead: float = 3.1e-4  # s; host and launches
+    layer_overhead: float = 8.3e-6  # s for each layer, if a step has several tokens
     request_overhead: float = 0.0  # s for each request of a step, however many sequences it has
     seq_overhead: float = 2.0e-7  # s for each sequence of a step
-    weight_efficiency: float = 0.86  # reading weights
-    gemm_efficiency: float = 0.65  # matrix products of linear layers
-    kv_efficiency: float = 0.80  # reading KV
+    weight_efficiency: float = 0.85  # reading weights
+    gemm_efficiency: float = 0.66  # matrix products of linear layers
+    kv_efficiency: float = 0.82  # reading KV
     attention_efficiency: float = 0.33  # attention of prompts
-    reduce_efficiency: float = 0.82
-    reduce_latency: float = 5.4e-6  # s for each round of an all-reduce, of log2(devices) rounds
+    reduce_efficiency: float = 0.48
+    reduce_latency: float = 2.8e-6  # s for each round of an all-reduce, of log2(devices) rounds
+    # s for each byte of the block that a row is exchanged in, whose numbers are a power of two
+    reduce_block_latency: float = 2.1e-10
     copy_efficiency: float = 0.78  # copies of blocks on the device
     swap_efficiency: float = 0.84
     swap_block_latency: float = 0.0  # s for each block swapped
@@ -76,6 +80,7 @@ PAPER_2023 = Coefficients(
     kv_efficiency=0.60,
     attention_efficiency=0.30,
     reduce_latency=1.5e-5,
+    reduce_block_latency=0.0,
     swap_efficiency=0.39,
     swap_block_latency=80 * 2.7e-6,
     block_lookup_tokens=4.0,
@@ -225,7 +230,11 @@ class CostModel:
             # A ring passes every byte 2 (n - 1) / n times over each link.
             passed = 2 * (num_gpus - 1) / num_gpus * size.hidden_bytes
             # A small all-reduce goes along a tree: its latency grows with the tree's depth.
-            self._reduce_fixed = num_reduces * math.log2(num_gpus) * c.reduce_latency
+            latency = math.log2(num_gpus) * c.reduce_latency
+            # A program exchanges a row, and all of them at once: how many there are matters little.
+            row_block = 1 << (size.hidden_bytes - 1).bit_length()
+            latency += row_block * c.reduce_block_latency
+            self._reduce_fixed = num_reduces * latency
             self._reduce_token = num_reduces * passed / (gpu.link_bandwidth * c.reduce_efficiency)
 
     def compute_seconds(self, shape: StepShape) -> float:

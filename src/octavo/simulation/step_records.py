@@ -1,6 +1,6 @@
 """Measured steps as a file: the input of `octavo calibrate`.
 
-JSON lines. The first line says what ran: `{"octavo_steps": 1, "model": {...}, "gpu": ...}`, with
+JSON lines. The first line says what ran: `{"octavo_steps": 2, "model": {...}, "gpu": ...}`, with
 the fields of `Setting`. Each other line is one step, with the fields of `StepRecord`: the amounts
 of work in it and how long it took. A `StepRecorder` writes such a file while an engine runs:
 
@@ -11,7 +11,7 @@ of work in it and how long it took. A `StepRecorder` writes such a file while an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +28,7 @@ from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import ModelSize
 from octavo.simulation.step_shape import RowLengths, StepShape
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,11 @@ def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:
         raise TraceError(f'{path}:{number}: it does not begin with {{"octavo_steps": {FORMAT}, ...')
     head = _checked(path, number, Setting, head)
     try:
-        setting = Setting(**head | {"model": msgspec.convert(head["model"], ModelSize)})
-    except msgspec.ValidationError as error:
+        model = msgspec.convert(head["model"], ModelSize)
+        check_names(asdict(model), head["model"])
+    except ValueError as error:
         raise TraceError(f"{path}:{number}: model: {error}") from error
+    setting = Setting(**head | {"model": model})
     records = [StepRecord(**_checked(path, number, StepRecord, values)) for number, values in lines]
     if not records:
         raise TraceError(f"{path}: it has no steps")
@@ -175,6 +177,21 @@ def _checked(path: Path, number: int, kind: type, values: Any) -> dict[str, Any]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise TraceError(f"{path}:{number}: {name} is {value!r}, not a number from 0 on")
     return values
+
+
+def check_names(read: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """That a file gives exactly the fields of what was read from it, to any depth.
+
+    msgspec fills in what has a default, and passes over what it does not know: a file of another
+    version would be misread.
+    """
+    wrong = [f"{name} is missing" for name in sorted(read.keys() - given.keys())]
+    wrong += [f"{name} is not known" for name in sorted(given.keys() - read.keys())]
+    if wrong:
+        raise ValueError(", ".join(wrong))
+    for name, value in read.items():
+        if isinstance(value, dict):
+            check_names(value, given[name])
 
 
 def total_seconds(records: Sequence[StepRecord]) -> float:
