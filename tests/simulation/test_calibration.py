@@ -166,7 +166,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     for lines, message in [
         (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 2'),
         ([head.replace('"octavo_steps": 2', '"octavo_steps": 1'), good], "it does not begin with"),
-        ([head.replace("copies_save", "saves"), good], OTHER_VERSION),
+        ([head.replace('"copies_save"', '"saves"'), good], OTHER_VERSION),
         ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
         ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
