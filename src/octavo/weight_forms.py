@@ -36,9 +36,9 @@ from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
-# Of the room beside the weights, what copies of them may take: a share, or all beyond a KV cache of
-# so many sequences of CONTEXT tokens.
-COPIES_SHARE, SEQUENCES_BESIDE_COPIES = 0.125, 256
+# Of the room beside the weights, what copies of them may take in any case; what a KV cache of
+# `max_num_seqs` sequences of CONTEXT tokens leaves, they may take, too.
+COPIES_SHARE = 0.125
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
@@ -201,8 +201,7 @@ def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int
     elif cache.kv_cache_memory is not None:
         asked = cache.kv_cache_memory
     else:
-        num_seqs = min(scheduler.max_num_seqs, SEQUENCES_BESIDE_COPIES)
-        wanted = num_seqs * shape.held_bytes(min(CONTEXT, shard.max_model_len))
+        wanted = scheduler.max_num_seqs * shape.held_bytes(min(CONTEXT, shard.max_model_len))
     room_beside = room - estimate_activations(shard, scheduler, DTYPE_BYTES[dtype])
     return min(room_beside - asked, max(COPIES_SHARE * room, room_beside - wanted))
 

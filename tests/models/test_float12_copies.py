@@ -301,6 +301,7 @@ def test_attention_has_copies_beside_experts() -> None:
         ({}, "bfloat16", 126 * GB, "hopper", 32),  # 11.3 GB of 110 beside 16 GB of weights
         ({}, "bfloat16", 80 * GB, "hopper", 32),  # beside 34 GB of KV
         ({}, "bfloat16", 40 * GB, "hopper", 6),  # 0.79 GB and 6 times 0.33 of 24
+        ({"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, "bfloat16", 80 * GB, "hopper", 22),
         ({"max_num_seqs": 128}, "bfloat16", 40 * GB, "hopper", 17),  # beside 17 GB of KV
         ({"num_blocks": 8192}, "bfloat16", 40 * GB, "hopper", 16),  # the same
         ({"kv_cache_memory": 23 * GB}, "bfloat16", 40 * GB, "hopper", None),
