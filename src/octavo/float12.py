@@ -19,6 +19,8 @@ _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
 _LEAST_OF_ONE = 7 << 20  # weights that one token reads from a copy
 MOST_OF_EXPERT = 64  # tokens of one expert that its copy is multiplied by at once
+# Of one token, whose experts are read from copies: of gates, and of all down projections together.
+MOST_GATE_INPUTS, MOST_DOWN_INPUTS = 4096, 8192
 _LEAST_OF_EXPERTS = 24 << 20  # weights of the experts that some tokens take, read from copies
 
 
@@ -58,24 +60,22 @@ def most_tokens(num_rows: int) -> int:
     return min(_MOST_OF_FEWER, 1 << (few.bit_length() - 1))
 
 
-def experts_have_use(num_experts: int, top_k: int, size: int, intermediate_size: int) -> bool:
-    """Whether gated MLPs of such a shape can have copies, which have whole pieces of inputs and of
-    rows, and some tokens take less time with them."""
-    has_pieces = size % PIECE_INPUTS == 0 and intermediate_size % PIECE_INPUTS == 0
-    tokens = copied_expert_tokens(num_experts, top_k, 3 * size * intermediate_size)
-    return has_pieces and len(tokens) > 0
+def copied_expert_tokens(num_experts: int, top_k: int, size: int, inner: int) -> range:
+    """For which numbers of tokens copies of gated MLPs are read, with `inner` intermediate elements
+    each; for none, if they have no whole pieces of inputs and of rows.
 
-
-def copied_expert_tokens(num_experts: int, top_k: int, num_weights: int) -> range:
-    """For which numbers of tokens copies of experts with so many weights each are read.
-
-    Those that are hit should have many weights: unpacking few takes as long as reading them. And
-    hardly any expert should be taken by more than MOST_OF_EXPERT (routing.usual_most).
+    Those that are hit should have many weights: unpacking few takes as long as reading them. One
+    token's kernels hold all words of some rows in registers. Of more tokens hardly any expert
+    should be taken by more than MOST_OF_EXPERT (routing.usual_most).
     """
-    most = math.floor((math.sqrt(1 + MOST_OF_EXPERT) - 1) ** 2 * num_experts / top_k)
+    if size % PIECE_INPUTS or inner % PIECE_INPUTS:
+        return range(0)
 
     def reads_many(num_tokens: int) -> bool:
-        return expected_distinct(num_tokens, num_experts, top_k) * num_weights >= _LEAST_OF_EXPERTS
+        hit = expected_distinct(num_tokens, num_experts, top_k)
+        return hit * 3 * size * inner >= _LEAST_OF_EXPERTS
 
-    fewest = 1 + bisect_left(range(1, most + 1), True, key=reads_many)
-    return range(fewest, most + 1)
+    is_one_too_long = size > MOST_GATE_INPUTS or top_k * inner > MOST_DOWN_INPUTS
+    most = math.floor((math.sqrt(1 + MOST_OF_EXPERT) - 1) ** 2 * num_experts / top_k)
+    counts = range(2 if is_one_too_long else 1, most + 1)
+    return counts[bisect_left(counts, True, key=reads_many) :]

@@ -20,6 +20,7 @@ from itertools import accumulate
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
+from octavo.layers.config import ExpertsConfig
 from octavo.memory_budget import (
     FixedMemory,
     KVShape,
@@ -39,6 +40,7 @@ NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights fo
 # Of the room beside the weights, what copies of them may take in any case; what a KV cache of
 # `max_num_seqs` sequences of CONTEXT tokens leaves, they may take, too.
 COPIES_SHARE = 0.125
+LATER = 2 << 30  # bytes for what is measured once copies are made: CUDA graphs and workspaces
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
@@ -181,11 +183,19 @@ def with_float12_copies(
     whole = model_config.with_float12_copies()
     shard = whole.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
     weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
-    sizes = [sum(each.float12_bytes for each in layer) for layer in shard.copyable]
+    # Those of projections, which every token reads, come before those of experts.
+    sizes = [
+        sum(each.float12_bytes for each in layer if isinstance(each, ExpertsConfig) == of_experts)
+        for of_experts in (False, True)
+        for layer in shard.copyable
+    ]
     taken = accumulate(sizes, initial=shard.head.float12_bytes)
     most = _most_copies(config, shard, dtype, total - weights)
-    fitting = sum(size <= most for size in taken)
-    return model_config.with_float12_copies(fitting - 1) if fitting else model_config
+    fitting = sum(size <= most for size in taken) - 1
+    if fitting < 0:
+        return model_config
+    num_layers = min(fitting, len(shard.copyable))
+    return model_config.with_float12_copies(num_layers, fitting - num_layers)
 
 
 def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int) -> float:
@@ -195,14 +205,16 @@ def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int
     """
     cache, scheduler = config.cache, config.scheduler
     shape = _kv_shape(config, shard, dtype)
-    asked, wanted = shape.held_bytes(config.max_model_len or 1), 0
+    length, chunk = config.max_model_len or 1, scheduler.max_num_batched_tokens
+    asked, wanted = (shape.blocks_for(length, chunk) + 1) * shape.block_bytes, 0
     if cache.num_blocks is not None:
         asked = (cache.num_blocks + 1) * shape.block_bytes
     elif cache.kv_cache_memory is not None:
         asked = cache.kv_cache_memory
     else:
         wanted = scheduler.max_num_seqs * shape.held_bytes(min(CONTEXT, shard.max_model_len))
-    room_beside = room - estimate_activations(shard, scheduler, DTYPE_BYTES[dtype])
+    activations = estimate_activations(shard, scheduler, DTYPE_BYTES[dtype])
+    room_beside = room - activations - LATER
     return min(room_beside - asked, max(COPIES_SHARE * room, room_beside - wanted))
 
 

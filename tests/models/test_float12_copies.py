@@ -34,6 +34,7 @@ from octavo.ops.cuda.expert_tiles import tokens_per_tile
 from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.parallel import Shard
+from octavo.routing import RoutingConfig
 from octavo.weight_forms import with_float12_copies
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 80)]
@@ -273,9 +274,14 @@ def test_experts_have_copies() -> None:
     assert half.float12_bytes == weights * 3 // 4 + 4 * 128 * (768 + 2048)
     assert isinstance(eighth, ExpertsConfig)
     assert eighth.float12_bytes == 0  # parts of 96 inputs have no whole pieces
-    odd = replace(experts, intermediate_size=736)
-    assert odd.with_float12_copies().float12_bytes == 0
-    assert replace(experts, bias=True).with_float12_copies().float12_bytes == 0
+    for other in ({"intermediate_size": 736}, {"bias": True}, {"method": "quantized"}):
+        assert replace(experts, **other).float12_bytes == 0  # type: ignore[arg-type]
+    # Few weights, and more inputs than one token's kernels hold in registers.
+    small = replace(experts, hidden_size=1024, intermediate_size=128)
+    assert small.copied_tokens.start == 11  # with which half of 50 million weights are hit
+    assert replace(small, routing=RoutingConfig(num_experts=8, top_k=2)).float12_bytes == 0
+    for long in ({"hidden_size": 8192}, {"intermediate_size": 1088}):
+        assert replace(experts, **long).copied_tokens.start == 2  # type: ignore[arg-type]
 
 
 def test_attention_has_copies_beside_experts() -> None:
@@ -302,8 +308,8 @@ def test_attention_has_copies_beside_experts() -> None:
         ({}, "bfloat16", 80 * GB, "hopper", 32),  # beside 34 GB of KV
         ({}, "bfloat16", 40 * GB, "hopper", 6),  # 0.79 GB and 6 times 0.33 of 24
         ({"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, "bfloat16", 80 * GB, "hopper", 22),
-        ({"max_num_seqs": 128}, "bfloat16", 40 * GB, "hopper", 17),  # beside 17 GB of KV
-        ({"num_blocks": 8192}, "bfloat16", 40 * GB, "hopper", 16),  # the same
+        ({"max_num_seqs": 128}, "bfloat16", 40 * GB, "hopper", 10),  # beside 17 GB of KV
+        ({"num_blocks": 8192}, "bfloat16", 40 * GB, "hopper", 10),  # the same
         ({"kv_cache_memory": 23 * GB}, "bfloat16", 40 * GB, "hopper", None),
         ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", None),
         ({}, "float16", 80 * GB, "hopper", None),
@@ -330,6 +336,32 @@ def test_who_has_copies(
         assert made is model
     else:
         assert made == model.with_float12_copies(num_layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "layers"),
+    [
+        ({"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, 127 * GB, (48, 7)),
+        ({"max_num_seqs": 256}, 127 * GB, (48, 39)),  # beside 26 GB of KV
+        ({"max_num_seqs": 64}, 127 * GB, (48, 48)),
+        ({"kv_cache_memory": 50 * GB}, 127 * GB, (48, 12)),
+        ({}, 72 * GB, (31, 0)),  # a head of 0.47 GB, and 31 times 0.028, of 11
+        ({"max_num_seqs": 64, "tensor_parallel_size": 2}, 72 * GB, (48, 48)),
+        ({"max_num_seqs": 64, "tensor_parallel_size": 8}, 72 * GB, (48, 48)),  # experts have none
+    ],
+)
+def test_projections_come_before_experts(
+    options: dict[str, Any], total: int, layers: tuple[int, int]
+) -> None:
+    model = read_model_config(CONFIGS / "qwen3-30b-a3b")
+    config = make_config(str(CONFIGS / "qwen3-30b-a3b"), **options)
+    made = with_float12_copies(config, model, "bfloat16", total, "hopper")
+    found = [
+        sum(part.float12_copies for part in parts)
+        for parts in zip(*((each.attention, each.mlp) for each in made.layers), strict=True)
+    ]
+    assert found == list(layers)
+    assert made == model.with_float12_copies(*layers)
 
 
 def decode_error(llm: LLM, batch: int, num_batches: int) -> float:

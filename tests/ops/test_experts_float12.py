@@ -8,12 +8,14 @@ from gluon_emulator import Emulated
 from test_experts import CPU, expert_weights, numbers, router_weights, total
 from torch import Tensor
 
+from octavo.float12 import MOST_DOWN_INPUTS, MOST_GATE_INPUTS
 from octavo.ops.cuda import experts_hopper_float12, experts_one_float12
 from octavo.ops.cuda.experts import mix as cuda_mix
 from octavo.ops.cuda.experts import progress_of
 from octavo.ops.cuda.experts_copied import CopiedExperts, take_copies
 from octavo.ops.cuda.routing import CudaRouter, list_blocks
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.expert_kernels import make_experts_kernel
 from octavo.ops.experts import ExpertWeights, Routed, mix
 from octavo.routing import RoutingConfig
 
@@ -116,3 +118,52 @@ def test_what_is_left_to_the_weights(device: torch.device) -> None:
     assert not take_copies(expert_weights(4, 64, 64, device))
     biases = torch.zeros(4, 128), torch.zeros(4, 64)
     assert not take_copies(ExpertWeights(*bfloat16_experts(4, 64, 64, device)[:2], *biases))
+
+
+@pytest.mark.usefixtures("hopper_kernels")
+def test_the_longest_inputs_of_one_token(device: torch.device) -> None:
+    """All that registers hold: eight tiles of gates, and sixteen of all down projections."""
+    for num_experts, size, inner in ((2, MOST_GATE_INPUTS, 64), (2, 64, MOST_DOWN_INPUTS // 2)):
+        weights = bfloat16_experts(num_experts, size, inner, device)
+        x = numbers(1, size, device=device).bfloat16()
+        routed = routed_rows(RoutingConfig(num_experts=2, top_k=2), x)
+        kernel = CopiedExperts(weights, Epilogue.SILU_MUL, range(1, 2))
+        got = total(kernel.apply_partial(x, routed))
+        wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+        assert (got - wanted).norm() < 4e-3 * wanted.norm()
+
+
+@pytest.mark.usefixtures("hopper_kernels")
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_rows_of_large_weights(device: torch.device, num_tokens: int) -> None:
+    """Powers of two of rows, and those that are left out of inputs, are beyond float32 together."""
+    weights = bfloat16_experts(2, 64, 64, device)
+    weights.down.copy_(torch.full_like(weights.down, 2.0**80))
+    weights.down[:, ::2] *= -1
+    x = numbers(num_tokens, 64, device=device).bfloat16()
+    routed = routed_rows(RoutingConfig(num_experts=2, top_k=2), x)
+    kernel = CopiedExperts(weights, Epilogue.SILU_MUL, range(1, 4))
+    got = total(kernel.apply_partial(x, routed))
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    assert ((got - wanted) / 2.0**80).norm() < 4e-3 * (wanted / 2.0**80).norm()
+
+
+def test_rows_that_are_not_aligned_are_left_to_the_weights(device: torch.device) -> None:
+    weights = bfloat16_experts(4, 64, 64, device)
+    kernel = CopiedExperts(weights, Epilogue.SILU_MUL, range(1, 41))
+    x = numbers(3, 72, device=device).bfloat16()[:, :64]
+    routed = routed_rows(RoutingConfig(num_experts=4, top_k=2), x)
+    plain = cuda_mix(x, routed, weights, Epilogue.SILU_MUL)
+    assert torch.equal(kernel.apply_partial(x, routed), plain)
+
+
+def test_which_experts_get_copies() -> None:
+    weights = bfloat16_experts(4, 64, 64, CPU)
+    assert isinstance(make_experts_kernel(weights, Epilogue.SILU_MUL, range(1, 9)), CopiedExperts)
+    for given, copied_tokens in (
+        (weights, range(0)),
+        (bfloat16_experts(4, 72, 64, CPU), range(1, 9)),
+        (ExpertWeights(weights.up, weights.down * torch.inf), range(1, 9)),
+    ):
+        kernel = make_experts_kernel(given, Epilogue.SILU_MUL, copied_tokens)
+        assert not isinstance(kernel, CopiedExperts)

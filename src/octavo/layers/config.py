@@ -405,19 +405,17 @@ class ExpertsConfig:
         shared = None if self.shared is None else self.shared.with_linear_method(method)
         return replace(self, method=method, shared=shared)
 
-    def with_float12_copies(self) -> ExpertsConfig:
+    def with_float12_copies(self, of_shared: bool, of_experts: bool) -> ExpertsConfig:
         """The same experts with copies in 12 bits, as far as their form takes them: beside those in
         bfloat16, a Hopper GPU has them for few tokens."""
-        shared = None if self.shared is None else replace(self.shared, float12_copies=True)
-        return replace(self, shared=shared, float12_copies=True)
+        shared = None if self.shared is None else replace(self.shared, float12_copies=of_shared)
+        return replace(self, shared=shared, float12_copies=of_experts)
 
     @property
     def has_float12_copies(self) -> bool:
         """Whether the experts that a router chooses from have copies in 12 bits."""
-        routing, inner = self.routing, self.intermediate_size
-        shape = routing.num_experts, routing.top_k, self.hidden_size, inner
         is_possible = self.float12_copies and self.method == "plain" and not self.bias
-        return is_possible and float12.experts_have_use(*shape)
+        return is_possible and len(float12.copied_expert_tokens(*self._shape)) > 0
 
     @property
     def float12_bytes(self) -> int:
@@ -449,8 +447,12 @@ class ExpertsConfig:
         """For which numbers of tokens the copies are read."""
         if not self.has_float12_copies:
             return range(0)
-        routing, weights = self.routing, self.expert_parameters
-        return float12.copied_expert_tokens(routing.num_experts, routing.top_k, weights)
+        return float12.copied_expert_tokens(*self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        routing = self.routing
+        return routing.num_experts, routing.top_k, self.hidden_size, self.intermediate_size
 
     @property
     def has_down_bias(self) -> bool:

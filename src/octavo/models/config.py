@@ -104,15 +104,16 @@ class LayerConfig:
             mlp=self.mlp.with_linear_method(method),
         )
 
-    def with_float12_copies(self) -> LayerConfig:
-        """The same layer with copies in 12 bits of the projections of attention, and of the
-        feed-forward block's or its experts."""
+    def with_float12_copies(self, has_projections: bool, has_experts: bool) -> LayerConfig:
+        """The same layer with copies in 12 bits: of the projections of attention and of a
+        feed-forward block or a shared expert, and of experts that a router chooses from."""
         mlp = self.mlp
         if isinstance(mlp, ExpertsConfig):
-            mlp = mlp.with_float12_copies()
+            mlp = mlp.with_float12_copies(has_projections, has_experts)
         else:
-            mlp = replace(mlp, float12_copies=True)
-        return replace(self, attention=replace(self.attention, float12_copies=True), mlp=mlp)
+            mlp = replace(mlp, float12_copies=has_projections)
+        attention = replace(self.attention, float12_copies=has_projections)
+        return replace(self, attention=attention, mlp=mlp)
 
     @property
     def copyable(self) -> tuple[LinearConfig | ExpertsConfig, ...]:
@@ -496,14 +497,19 @@ class ModelConfig(ModelDescription):
             saved.append(int((dtype_bytes - taken) * number * is_kept))
         return saved[0], saved[1]
 
-    def with_float12_copies(self, num_layers: int | None = None) -> Self:
-        """The same model with copies in 12 bits of the head and, in the first so many layers (None:
-        in all), of projections and experts that are not quantized, where their shapes take them."""
+    def with_float12_copies(
+        self, num_layers: int | None = None, num_expert_layers: int | None = None
+    ) -> Self:
+        """The same model with copies in 12 bits of the head, of projections in the first
+        `num_layers` (None: in all), and of experts in the first `num_expert_layers` (None: in as
+        many), where they are not quantized, and their shapes take them."""
         quantization, layers = self.quantization, self.layers
         if quantization is None or quantization.weight_bytes is None:
             count = len(layers) if num_layers is None else num_layers
-            copied = (each.with_float12_copies() for each in layers[:count])
-            layers = (*copied, *layers[count:])
+            experts = count if num_expert_layers is None else num_expert_layers
+            layers = tuple(
+                each.with_float12_copies(i < count, i < experts) for i, each in enumerate(layers)
+            )
         return replace(self, float12_copies=True, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:

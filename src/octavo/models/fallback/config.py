@@ -35,8 +35,10 @@ class TransformersConfig(ModelConfig):
             )
         return self
 
-    def with_float12_copies(self, num_layers: int | None = None) -> Self:
-        """See ModelConfig.with_float12_copies."""
+    def with_float12_copies(
+        self, num_layers: int | None = None, num_expert_layers: int | None = None
+    ) -> Self:
+        """See ModelConfig.with_float12_copies; experts have none."""
         count = len(self.projections) if num_layers is None else num_layers
         return replace(self, float12_copies=True, num_copied_layers=count)
 

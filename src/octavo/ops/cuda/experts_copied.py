@@ -41,7 +41,7 @@ class CopiedExperts(CudaExperts):
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
         num_tokens, top_k = routed.ids.shape
-        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
         if num_tokens not in self._copied_tokens or x.dtype != torch.bfloat16 or not is_aligned:
             return super().apply_partial(x, routed)
         up, down = self._copies

@@ -42,7 +42,7 @@ from octavo.ops.cuda.experts_hopper import (
     _work,
     reset_progress,
 )
-from octavo.ops.cuda.float12 import PIECE_WORDS, Float12Weight
+from octavo.ops.cuda.float12 import Float12Weight
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _allocate,
@@ -50,6 +50,7 @@ from octavo.ops.cuda.linear_hopper import (
     swizzled_descriptor,
 )
 from octavo.ops.cuda.linear_hopper_float12 import _fetch_weights, _left
+from octavo.ops.cuda.linear_ring_float12 import SIGNS
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import num_sms
@@ -59,7 +60,6 @@ from octavo.ops.experts import Routed
 ROWS = 128  # of each of two matrices in a tile
 _SHARED_MEMORY = 227_000  # bytes of an SM that a program's stages may fill
 _WARPS = 8  # that multiply
-_SIGNS = PIECE_WORDS // 3 * 2
 
 _INPUTS = tl.constexpr(PIECE_INPUTS)
 _PIECE_ROWS = tl.constexpr(PIECE_ROWS)
@@ -144,8 +144,8 @@ def _descriptors(weight: Float12Weight) -> tuple[object, object]:
     words = weight.words.view(len(weight.words), -1)
     pieces = ROWS // PIECE_ROWS
     return (
-        swizzled_descriptor(words, [pieces, _SIGNS], 0),
-        swizzled_descriptor(words, [pieces, _SIGNS // 2], 0),
+        swizzled_descriptor(words, [pieces, SIGNS], 0),
+        swizzled_descriptor(words, [pieces, SIGNS // 2], 0),
     )
 
 

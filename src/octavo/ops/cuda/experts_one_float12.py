@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
+from octavo.float12 import MOST_DOWN_INPUTS, MOST_GATE_INPUTS, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.float12 import PIECE_WORDS, Float12Weight
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier
 from octavo.ops.cuda.linear_ring_float12 import (
@@ -38,7 +38,6 @@ _INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(INPUT_FACTOR), tl.constexpr(SUM_FACTOR
 _WARPS = 4
 # Of a thread: the words of eight pieces take 12, and gates and ups have two times so many.
 _MOST_REGISTERS = 255
-_AHEAD = 16  # times eight pieces, whose words a program loads at once
 
 
 def mix_one_float12(
@@ -51,10 +50,13 @@ def mix_one_float12(
     """See ExpertsKernel.apply_partial, of x bfloat16 [1, size], dense.
 
     up, down: those of all experts, one below the other: of each expert, whole pieces of gates and
-        then of ups; and its down projection.
+        then of ups; and its down projection. With as many inputs as one token may have
+        (float12.copied_expert_tokens).
     """
     top_k, size = routed.ids.shape[1], x.shape[1]
     inner_size = down.shape[1]
+    assert size <= MOST_GATE_INPUTS
+    assert top_k * inner_size <= MOST_DOWN_INPUTS
     inner = x.new_empty((top_k, inner_size))
     options = launch_options(x.device)
     pieces = size // PIECE_INPUTS
@@ -68,10 +70,9 @@ def mix_one_float12(
         inner_size,
         PIECES=pieces,
         TILES=tiles,
-        AHEAD=min(tiles, _AHEAD // 2),
         EPILOGUE=int(epilogue),
         num_warps=_WARPS,
-        maxnreg=_registers(2 * min(tiles, _AHEAD // 2)),
+        maxnreg=_registers(2 * tiles),
         **options,
     )
     out = x.new_empty((1, size))
@@ -88,9 +89,8 @@ def mix_one_float12(
         TOP_K=top_k,
         PIECES=pieces,
         TILES=tiles,
-        AHEAD=min(tiles, _AHEAD),
         num_warps=_WARPS,
-        maxnreg=_registers(min(tiles, _AHEAD)),
+        maxnreg=_registers(tiles),
         **options,
     )
     return out
@@ -155,7 +155,6 @@ def _gate_up_float12_kernel(
     num_rows,
     PIECES: gl.constexpr,
     TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
     EPILOGUE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -163,7 +162,7 @@ def _gate_up_float12_kernel(
 
     Args:
         words, scales: of W, 2 * num_rows rows for each expert.
-        PIECES: of a row; TILES: times eight of them, of which AHEAD are loaded at once.
+        PIECES: of a row; TILES: times eight of them, all of which are loaded at once.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
@@ -180,7 +179,7 @@ def _gate_up_float12_kernel(
     own = first_row // _ROWS * PIECES
     up = (first_row + num_rows) // _ROWS * PIECES
     loaded = ()
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(TILES):
         pair = (_row_pieces(words, own, i, PIECES), _row_pieces(words, up, i, PIECES))
         loaded += (pair,)  # type: ignore[assignment]
     for i in gl.static_range(TILES):
@@ -188,16 +187,10 @@ def _gate_up_float12_kernel(
     _barrier()
     sums = gl.zeros([_FOLD * _ROWS, _FOLD], gl.float32, LAYOUT)
     up_sums = sums
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(TILES):
         inputs = x_tiles.index(i).permute((1, 0)).load(RIGHT)
         sums = mma_v2(unpacked(*loaded[i][0], LAYOUT), inputs, sums)
         up_sums = mma_v2(unpacked(*loaded[i][1], LAYOUT), inputs, up_sums)
-    for i in range(AHEAD, TILES):
-        gates = _row_pieces(words, own, i, PIECES)
-        ups = _row_pieces(words, up, i, PIECES)
-        inputs = x_tiles.index(i).permute((1, 0)).load(RIGHT)
-        sums = mma_v2(unpacked(gates[0], gates[1], LAYOUT), inputs, sums)
-        up_sums = mma_v2(unpacked(ups[0], ups[1], LAYOUT), inputs, up_sums)
     gate = _by_row(sums)
     rows = gl.arange(0, _ROWS, layout=gate.type.layout)
     gate = gate * _SUM_FACTOR * gl.load(scales + first_row + rows)
@@ -250,7 +243,7 @@ def _expert_factors(
     expert = gl.load(ids + slot, mask=is_piece, other=0, cache_modifier=".cg")
     share = gl.load(shares + slot, mask=is_piece, other=0.0, cache_modifier=".cg")
     own = expert.to(gl.int64) * num_rows + group * _ROWS + row % _ROWS
-    return gl.load(scales + own, mask=is_piece, other=0.0) * _SUM_FACTOR * share
+    return gl.load(scales + own, mask=is_piece, other=0.0) * share
 
 
 @gluon.jit
@@ -265,7 +258,6 @@ def _down_float12_kernel(
     TOP_K: gl.constexpr,
     PIECES: gl.constexpr,
     TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Eight rows of the weighted sum of the token's experts, into out [num_rows]; x [TOP_K, size].
@@ -275,7 +267,7 @@ def _down_float12_kernel(
 
     Args:
         words, scales: of W, num_rows rows for each expert.
-        PIECES: of a row; TILES: times eight of those of all experts, of which AHEAD are loaded at
+        PIECES: of a row; TILES: times eight of those of all experts, all of which are loaded at
             once.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -290,10 +282,10 @@ def _down_float12_kernel(
     num_groups = num_rows // _ROWS
     loaded = ()
     factors = ()
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(TILES):
         pieces = _expert_pieces(words, ids, i, group, num_groups, TOP_K, PIECES)
         loaded += (pieces,)  # type: ignore[assignment]
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(TILES):
         factor = _expert_factors(scales, ids, shares, i, group, num_rows, TOP_K, PIECES, LAYOUT)
         factors += (factor,)  # type: ignore[assignment]
     if PDL:
@@ -303,16 +295,11 @@ def _down_float12_kernel(
     _barrier()
     none = gl.zeros([_FOLD * _ROWS, _FOLD], gl.float32, LAYOUT)
     sums = none
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(TILES):
         inputs = x_tiles.index(i).permute((1, 0)).load(RIGHT)
         products = mma_v2(unpacked(*loaded[i], LAYOUT), inputs, none)
-        sums = sums + products * factors[i][:, None]
-    for i in range(AHEAD, TILES):
-        pieces = _expert_pieces(words, ids, i, group, num_groups, TOP_K, PIECES)
-        factor = _expert_factors(scales, ids, shares, i, group, num_rows, TOP_K, PIECES, LAYOUT)
-        inputs = x_tiles.index(i).permute((1, 0)).load(RIGHT)
-        products = mma_v2(unpacked(pieces[0], pieces[1], LAYOUT), inputs, none)
-        sums = sums + products * factor[:, None]
+        # One after the other: the product of both factors may overflow.
+        sums = sums + products * _SUM_FACTOR * factors[i][:, None]
     y = _by_row(sums)
     rows = group * _ROWS + gl.arange(0, _ROWS, layout=y.type.layout)
     gl.store(out + rows, y.to(out.dtype.element_ty))
