@@ -334,7 +334,11 @@ def test_routers_norm_the_inputs_of_few_tokens(device: torch.device) -> None:
 def test_a_norm_is_left_to_a_router(monkeypatch: pytest.MonkeyPatch, has_shared: bool) -> None:
     """Of few tokens, and also if there are partial sums; the experts read what it has normed."""
     monkeypatch.setattr(layers_experts, "make_router_kernel", CudaNormRouter)
-    monkeypatch.setattr(layers_experts, "make_experts_kernel", cuda_kernel)
+    monkeypatch.setattr(
+        layers_experts,
+        "make_experts_kernel",
+        lambda weights, epilogue, copied_tokens: cuda_kernel(weights, epilogue),
+    )
     routing_config = RoutingConfig(num_experts=6, top_k=2)
     config = ExpertsConfig(
         hidden_size=96, intermediate_size=32, activation="silu", routing=routing_config
@@ -966,7 +970,9 @@ class RoutingExperts:
 def test_a_norm_is_left_to_experts_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token, in a block without a shared expert."""
     monkeypatch.setattr(
-        layers_experts, "make_experts_kernel", lambda given, _: RoutingExperts(given)
+        layers_experts,
+        "make_experts_kernel",
+        lambda weights, epilogue, copied_tokens: RoutingExperts(weights),
     )
     routing = RoutingConfig(num_experts=6, top_k=2)
     config = ExpertsConfig(hidden_size=96, intermediate_size=32, activation="silu", routing=routing)
