@@ -376,7 +376,7 @@ class Polls:
     """How often a program has looked at places in memory without finding anything new.
 
     It may wait for several places in turns. What is new at one of them, or that it looks at another
-    one, is progress, and all counts begin anew.
+    one, is progress, and resets all counts.
     """
 
     def __init__(self) -> None:

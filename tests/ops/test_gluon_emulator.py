@@ -42,7 +42,7 @@ def places() -> torch.Tensor:
 def test_a_program_that_waits_in_turns_gives_up(
     num_programs: int, places: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody sets a place, or one of the two."""
+    """Neither place is set, or only one of them."""
     monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.3)
     out = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(AssertionError, match="a program waits for ever"):

@@ -412,15 +412,9 @@ class ExpertsConfig:
         return replace(self, shared=shared, float12_copies=of_experts)
 
     @property
-    def has_float12_copies(self) -> bool:
-        """Whether the experts that a router chooses from have copies in 12 bits."""
-        is_possible = self.float12_copies and self.method == "plain" and not self.bias
-        return is_possible and len(float12.copied_expert_tokens(*self._shape)) > 0
-
-    @property
     def float12_bytes(self) -> int:
         """What the copies of all experts that a router chooses from take; 0: there are none."""
-        if not self.has_float12_copies:
+        if not self.copied_tokens:
             return 0
         up = float12.copy_bytes(2 * self.intermediate_size, self.hidden_size)
         down = float12.copy_bytes(self.hidden_size, self.intermediate_size)
@@ -438,21 +432,19 @@ class ExpertsConfig:
     @property
     def float12_saves_of_all(self) -> int:
         """How many bytes fewer the copies have than all experts that a router chooses from."""
-        if not self.has_float12_copies:
+        if not self.copied_tokens:
             return 0
         return 2 * self.routing.num_experts * self.expert_parameters - self.float12_bytes
 
     @property
     def copied_tokens(self) -> range:
-        """For which numbers of tokens the copies are read."""
-        if not self.has_float12_copies:
+        """For which numbers of tokens the copies are read; for none, if there are no copies."""
+        if not self.float12_copies or self.method != "plain" or self.bias:
             return range(0)
-        return float12.copied_expert_tokens(*self._shape)
-
-    @property
-    def _shape(self) -> tuple[int, int, int, int]:
-        routing = self.routing
-        return routing.num_experts, routing.top_k, self.hidden_size, self.intermediate_size
+        routing, size = self.routing, self.hidden_size
+        return float12.copied_expert_tokens(
+            routing.num_experts, routing.top_k, size, self.intermediate_size
+        )
 
     @property
     def has_down_bias(self) -> bool:

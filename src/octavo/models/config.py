@@ -304,6 +304,11 @@ class ModelDescription:
         """What all copies in 12 bits take."""
         return sum(each.float12_bytes for each in (self.head, *chain(*self.copyable)))
 
+    def float12_bytes_of(self, num_ranks: int) -> int:
+        """What the copies of so many ranks take together: whether one has a copy depends on the
+        shape of its part. Raises ConfigError if the ranks cannot share the model."""
+        return num_ranks * self.sharded(Shard(0, num_ranks)).float12_bytes
+
     def float12_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each, if all choices of experts are equally likely."""

@@ -18,7 +18,6 @@ from octavo.executor.base import KVCapacity
 from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, plan_memory
 from octavo.models.config import ModelConfig
 from octavo.models.registry import quantized_on_load
-from octavo.parallel import Shard
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
@@ -112,8 +111,7 @@ class SimulationConfig:
         # Where there are fewer KV heads than devices, several keep the same ones.
         num_kv_heads = max(model.num_kv_heads, self.num_gpus)
         shape = KVShape.dense(layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes)
-        # Whether a rank has copies depends on the shape of its part.
-        copies = self.num_gpus * model.sharded(Shard(0, self.num_gpus)).float12_bytes
+        copies = model.float12_bytes_of(self.num_gpus)
         fixed = FixedMemory(
             model.least_weight_bytes(dtype_bytes) - model.float12_bytes + copies,
             estimate_activations(model, self.scheduler, dtype_bytes)

@@ -20,7 +20,7 @@ EXACT_TOKENS = 256
 # results are 1.8e-3 from exact ones; with rounded gates and contributions in float32 it is 1.7e-3.
 HOPPER_EXACT_TOKENS = 16
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
-_HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py
+_HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py and experts_hopper_float12.py
 # Of a thread of its programs when they start, which have 16 warps: what they leave of an SM's
 # registers is room for programs of the kernel that makes the lists, so that they start while it
 # runs.
@@ -69,8 +69,13 @@ def choose_hopper_tiles(
     if any(each.format != Format.FLOAT8 for each in (up, down)) or tokens not in (16, 32):
         return None
     stage = BLOCK * (2 * BLOCK + 2 * tokens) + 4 * tokens
-    stages = (_HOPPER_MEMORY - 4 * BLOCK * tokens - 1024) // stage
-    return HopperTiles(stages, ahead=8 * BLOCK if tokens > 16 else 0)
+    return HopperTiles(hopper_stages(stage, tokens), ahead=8 * BLOCK if tokens > 16 else 0)
+
+
+def hopper_stages(stage_bytes: int, tokens: int) -> int:
+    """How many stages fit on an SM beside a matrix of a tile in float32, which is stored by way of
+    shared memory, and barriers."""
+    return (_HOPPER_MEMORY - 4 * BLOCK * tokens - 1024) // stage_bytes
 
 
 def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS
 from octavo.ops.cuda.expert_weights import ExpertMatrices
 from octavo.ops.cuda.experts import MAX_BLOCKS, CudaExperts, empty_parts, progress_of
-from octavo.ops.cuda.experts_hopper_float12 import choose_float12_expert_tiles, mix_few_float12
+from octavo.ops.cuda.experts_hopper_float12 import mix_few_float12
 from octavo.ops.cuda.experts_one_float12 import mix_one_float12
 from octavo.ops.cuda.float12 import pack_float12, takes_float12
 from octavo.ops.cuda.routing import BlockLists
@@ -50,10 +50,8 @@ class CopiedExperts(CudaExperts):
         lists: BlockLists = routed.lists
         if len(lists.experts) > MAX_BLOCKS:
             return super().apply_partial(x, routed)
-        tiles = choose_float12_expert_tiles(lists.block_rows)
         out = empty_parts(x, top_k, EXACT_TOKENS)
-        progress = progress_of(x.device)
-        mix_few_float12(x, routed, up, down, out, self._epilogue, tiles, progress)
+        mix_few_float12(x, routed, up, down, out, self._epilogue, progress_of(x.device))
         return out
 
 

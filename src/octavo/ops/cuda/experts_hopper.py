@@ -75,6 +75,30 @@ def _work(num_blocks, shapes):
 
 
 @gluon.jit
+def shapes_of(num_inner, size, ROWS: gl.constexpr):
+    """Of both projections: outputs, tiles of rows, and rows of an expert."""
+    return (
+        (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
+        (size, gl.cdiv(size, 2 * ROWS), size),
+    )
+
+
+@gluon.jit
+def rows_of(tile, row_tiles, num_outputs, ROWS: gl.constexpr, GATED: gl.constexpr):
+    """Where both matrices of a tile begin, of an expert's rows."""
+    row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
+    return row, row + (num_outputs if GATED else ROWS)
+
+
+@gluon.jit
+def await_gates(done, gate_tiles):
+    """Return when so many tiles of a block's gates are there, which are counted in `done`."""
+    seen = gl.to_tensor(0)
+    while seen < gate_tiles:
+        seen = gl.atomic_add(done, 0, sem="acquire", scope="gpu")
+
+
+@gluon.jit
 def _start():
     """Of a partition, when it begins: the next tile, and how many claims and steps there were."""
     return gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -245,9 +269,7 @@ def _gather(
         else:
             scale_places = scales + block * num_steps * TOKENS + scale_slots
         if not GATED:
-            seen = gl.to_tensor(0)
-            while seen < gate_tiles:
-                seen = gl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
+            await_gates(done + block, gate_tiles)
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
@@ -494,8 +516,7 @@ def _multiply(
     expert, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
     while tile < num_tiles:
-        row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
-        up_row = row + (num_outputs if GATED else ROWS)
+        row, up_row = rows_of(tile, row_tiles, num_outputs, ROWS, GATED)
         # Rows beyond the end read the last one; their results are not stored.
         last = per_expert - 1
         rows = gl.minimum(row + gl.arange(0, ROWS, layout=BY_ROW), last)
@@ -664,11 +685,7 @@ def grouped_kernel(
     lists = (experts, begins, ends, rows)
     counter = progress + 1
     done = progress + 2
-    # Of a projection: outputs, tiles of rows, and rows of an expert.
-    shapes = (
-        (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
-        (size, gl.cdiv(size, 2 * ROWS), size),
-    )
+    shapes = shapes_of(num_inner, size, ROWS)
     num_steps = (gl.cdiv(size, _BLOCK), gl.cdiv(num_inner, _BLOCK))
     gl.warp_specialize(
         [

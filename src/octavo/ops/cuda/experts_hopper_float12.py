@@ -9,8 +9,6 @@ Inputs are bfloat16 as they are, and so is what gates and ups give.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,8 +28,10 @@ from octavo.ops.cuda.expert_tiles import (
     GATHERING_REGISTERS,
     GATHERING_WARPS,
     HOPPER_REGISTERS,
+    hopper_stages,
 )
 from octavo.ops.cuda.experts_hopper import (
+    ROWS,
     _copy,
     _first_block,
     _next_block,
@@ -40,7 +40,10 @@ from octavo.ops.cuda.experts_hopper import (
     _store_to,
     _targets,
     _work,
+    await_gates,
     reset_progress,
+    rows_of,
+    shapes_of,
 )
 from octavo.ops.cuda.float12 import Float12Weight
 from octavo.ops.cuda.linear_hopper import (
@@ -57,29 +60,10 @@ from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
-ROWS = 128  # of each of two matrices in a tile
-_SHARED_MEMORY = 227_000  # bytes of an SM that a program's stages may fill
 _WARPS = 8  # that multiply
 
 _INPUTS = tl.constexpr(PIECE_INPUTS)
 _PIECE_ROWS = tl.constexpr(PIECE_ROWS)
-
-
-@dataclass(frozen=True, slots=True)
-class Float12ExpertTiles:
-    """A configuration of the kernel, of which an SM has one program."""
-
-    tokens: int  # of a block of the lists: 16, 32 or 64
-    stages: int  # of PIECE_INPUTS inputs
-
-
-def choose_float12_expert_tiles(tokens: int) -> Float12ExpertTiles:
-    """Tiles for blocks of so many tokens, with as many stages as fit."""
-    assert 16 <= tokens <= MOST_OF_EXPERT
-    stage = PIECE_INPUTS * (3 * ROWS + 2 * tokens)
-    # What is stored passes through shared memory, too.
-    stages = (_SHARED_MEMORY - 4 * ROWS * tokens - 1024) // stage
-    return Float12ExpertTiles(tokens, stages)
 
 
 def mix_few_float12(
@@ -89,19 +73,20 @@ def mix_few_float12(
     down: Float12Weight,
     out: Tensor,
     epilogue: Epilogue,
-    tiles: Float12ExpertTiles,
     progress: Tensor,
 ) -> None:
     """See ExpertsKernel.apply_partial, into out [top_k, num_tokens, size].
 
     Args:
         x: bfloat16 [num_tokens, size], dense in its last dimension, aligned to 16 bytes.
-        routed: with BlockLists of blocks of `tiles.tokens`.
+        routed: with BlockLists of blocks of up to MOST_OF_EXPERT tokens.
         up, down: those of all experts, one below the other: of each expert, whole pieces of gates
             and then of ups; and its down projection.
         progress: int32 [blocks + 2]: zeros, also afterwards.
     """
     lists: BlockLists = routed.lists
+    tokens = lists.block_rows
+    assert tokens <= MOST_OF_EXPERT
     num_tokens, top_k = routed.ids.shape
     num_blocks = len(lists.experts)
     num_inner, size = down.shape[1], x.shape[1]
@@ -127,10 +112,10 @@ def mix_few_float12(
         num_inner,
         size,
         TOP_K=top_k,
-        TOKENS=tiles.tokens,
-        STAGES=tiles.stages,
+        TOKENS=tokens,
+        STAGES=hopper_stages(PIECE_INPUTS * (3 * ROWS + 2 * tokens), tokens),
         EPILOGUE=int(epilogue),
-        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tiles.tokens, PIECE_INPUTS], gl.bfloat16),
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, PIECE_INPUTS], gl.bfloat16),
         GATHERING_WARPS=GATHERING_WARPS,
         GATHERING_REGISTERS=GATHERING_REGISTERS,
         num_warps=_WARPS,
@@ -165,17 +150,13 @@ def _fetch(
     expert, _, _ = _first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
         first = expert * (per_expert // _PIECE_ROWS)
-        if GATED:
-            piece = first + tile % row_tiles * PIECES
-            up_piece = piece + num_outputs // _PIECE_ROWS
-        else:
-            piece = first + tile % row_tiles * (2 * PIECES)
-            up_piece = piece + PIECES
+        piece, up_piece = rows_of(tile, row_tiles, num_outputs // _PIECE_ROWS, PIECES, GATED)
+        firsts = (first + piece, first + up_piece)
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            _fetch_weights(sources, tiles, ready, (piece, up_piece), stage, k, 1, 1)
+            _fetch_weights(sources, tiles, ready, firsts, stage, k, 1, 1)
             step += 1
         tile = claim(claims, count, counter) - before
         count += 1
@@ -232,9 +213,7 @@ def _gather(
         places = x + source.to(gl.int64)[:, None] * stride + columns[None, :]
         inside = (begin + slots < end)[:, None] & (columns >= 0)[None, :]
         if not GATED:
-            seen = gl.to_tensor(0)
-            while seen < gate_tiles:
-                seen = gl.atomic_add(done + tile // row_tiles, 0, sem="acquire", scope="gpu")
+            await_gates(done + tile // row_tiles, gate_tiles)
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
@@ -318,8 +297,7 @@ def _multiply(
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
     own_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     while tile < num_tiles:
-        row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
-        up_row = row + (num_outputs if GATED else ROWS)
+        row, up_row = rows_of(tile, row_tiles, num_outputs, ROWS, GATED)
         # Rows beyond the end take the last one's scale; their results are not stored.
         of_expert = scales + expert.to(gl.int64) * per_expert
         scale = gl.load(of_expert + gl.minimum(row + own_rows, per_expert - 1))
@@ -451,11 +429,7 @@ def grouped_float12_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     lists = (experts, begins, ends, rows)
-    # Of a projection: outputs, tiles of rows, and rows of an expert.
-    shapes = (
-        (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
-        (size, gl.cdiv(size, 2 * ROWS), size),
-    )
+    shapes = shapes_of(num_inner, size, ROWS)
     num_steps = (size // _INPUTS, num_inner // _INPUTS)
     gl.warp_specialize(
         [

@@ -24,6 +24,7 @@ from octavo.ops.cuda.linear_ring_float12 import (
     INPUT_FACTOR,
     SIGNS,
     SUM_FACTOR,
+    of_own_inputs,
     unpacked,
     words_layout,
 )
@@ -125,7 +126,7 @@ def _row_pieces(words, first, tile, PIECES: gl.constexpr):
 
 @gluon.jit
 def _store_inputs(x, x_tiles, tile, NUM: gl.constexpr):
-    """Eight pieces of inputs, of which there are NUM in all, to shared memory."""
+    """Write eight pieces of inputs to shared memory; from piece NUM on, zeros."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     piece = tile * _FOLD + gl.arange(0, _FOLD, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, _INPUTS, layout=gl.SliceLayout(0, LAYOUT))
@@ -136,13 +137,8 @@ def _store_inputs(x, x_tiles, tile, NUM: gl.constexpr):
 
 @gluon.jit
 def _by_row(acc):
-    """[rows of a piece]: the sums of products of pieces with the pieces of x that they belong
-    to."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) // _ROWS
-    column = gl.arange(0, _FOLD, layout=gl.SliceLayout(0, LAYOUT))
-    own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
-    return gl.sum(own.reshape([_FOLD, _ROWS]), 0)
+    """[rows of a piece]: the sums of products of pieces with their own inputs."""
+    return gl.sum(of_own_inputs(acc).reshape([_FOLD, _ROWS]), 0)
 
 
 @gluon.jit

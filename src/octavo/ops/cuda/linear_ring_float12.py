@@ -303,15 +303,19 @@ def _added(sums, place: gl.constexpr, left, right):
 
 
 @gluon.jit
-def _by_warp(acc):
-    """[warps, rows of a piece]: the sums of each warp's products of pieces with the pieces of x
-    that they belong to."""
+def of_own_inputs(acc):
+    """[rows of eight pieces]: the products of pieces with the pieces of x that they belong to."""
     LAYOUT: gl.constexpr = acc.type.layout
-    WARPS: gl.constexpr = gl.num_warps()
     piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) // _PIECE_ROWS
     column = gl.arange(0, _FOLD, layout=gl.SliceLayout(0, LAYOUT))
-    own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
-    return gl.sum(own.reshape([WARPS, _FOLD // WARPS, _PIECE_ROWS]), 1)
+    return gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
+
+
+@gluon.jit
+def _by_warp(acc):
+    """[warps, rows of a piece]: the sums of each warp's such products."""
+    WARPS: gl.constexpr = gl.num_warps()
+    return gl.sum(of_own_inputs(acc).reshape([WARPS, _FOLD // WARPS, _PIECE_ROWS]), 1)
 
 
 @gluon.jit

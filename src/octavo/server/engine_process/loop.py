@@ -24,7 +24,6 @@ from octavo.engine.results import Finished, StepResults, report_of
 from octavo.engine.snapshot import take_snapshot, view_request
 from octavo.errors import OctavoError, ProcessKilled, RequestFailed
 from octavo.llm import load_engine
-from octavo.parallel import Shard
 from octavo.server.engine_process import messages as m
 from octavo.simulation.prediction import find_predictor
 
@@ -89,8 +88,7 @@ class EngineLoop:
             dtype=config.dtype_for(engine.model_config.dtype),
             stored_quantization=None if config.quantization or stored is None else stored.method,
             load_quantization=config.quantization,
-            float12_bytes=capacity.num_ranks
-            * engine.model_config.sharded(Shard(0, capacity.num_ranks)).float12_bytes,
+            float12_bytes=engine.model_config.float12_bytes_of(capacity.num_ranks),
             kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
             device=config.device,
             num_ranks=capacity.num_ranks,
