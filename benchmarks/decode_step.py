@@ -74,7 +74,7 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-float12-copies", action="store_true", help="no copies of weights")
+    parser.add_argument("--no-weight-copies", action="store_true", help="no copies of weights")
     parser.add_argument(
         "--model-impl",
         nargs="*",
@@ -113,7 +113,7 @@ def main() -> None:
             max_num_batched_tokens=8192,
             enable_prefix_caching=False,
             overlap=not arguments.no_overlap,
-            float12_copies=not arguments.no_float12_copies,
+            weight_copies=not arguments.no_weight_copies,
             swap_space=0,
             tensor_parallel_size=size,
             kv_cache_dtype=arguments.kv_cache_dtype,
@@ -196,9 +196,9 @@ def saved_bytes(shard: ModelConfig, batch: int, hit: float) -> float:
     saved = 0.0
     for each in (shard.head, *chain(*shard.copyable)):
         if not isinstance(each, ExpertsConfig):
-            saved += each.float12_saves(batch)
+            saved += each.copy_saves(batch)
         elif batch in each.copied_tokens:
-            saved += each.float12_saves_of_all * hit / each.routing.num_experts
+            saved += each.copy_saves_of_all * hit / each.routing.num_experts
     return saved
 
 

@@ -94,7 +94,7 @@ def size_of(name: str, num_gpus: int, copied: int) -> ModelSize:
     known = CONFIGS / name
     model = find_model(str(known) if known.is_dir() else name)
     if copied:
-        model = model.with_float12_copies(None if copied == ALL else copied)
+        model = model.with_copies(None if copied == ALL else copied)
     return ModelSize.of(model, "bfloat16", num_gpus=num_gpus)
 
 

@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument(
         "--measure", action="store_true", help="choose the fastest kernels, and keep the choice"
     )
+    parser.add_argument(
+        "--copies", action="store_true", help="weights have dequantized copies beside them"
+    )
     arguments = parser.parse_args()
     results = {}
     for shape, kind in product(arguments.shapes, arguments.forms):
@@ -56,7 +59,10 @@ def main() -> None:
         dense = torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
         form = FORMS[kind](dense)
         weight = form.dequantize()
-        kernels = [make_kernel(copied(form), dense.dtype) for _ in range(num_copies(form.nbytes))]
+        kernels = [
+            make_kernel(copied(form), dense.dtype, has_copy=arguments.copies)
+            for _ in range(num_copies(form.nbytes))
+        ]
         if arguments.measure:
             choose(kernels, dense, arguments.tokens, epilogue)
         denses = [dense.clone() for _ in range(num_copies(dense.nbytes))]

@@ -220,14 +220,17 @@ class EngineConfig:
     """Where weights are quantized while they are loaded, the log says how far the model's
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
-    float12_copies: bool = True
-    """On a Hopper GPU a model in bfloat16 has copies in 12 bits of its head, of projections and
-    then of experts, in as many layers as there is memory for beside a KV cache of `max_num_seqs`
-    sequences of 1,024 tokens; they may take an eighth of the memory beside the weights in any case.
-    A size of the KV cache that is asked for, and a `max_model_len`, come first. Few tokens are
-    multiplied by the copies, which have three quarters of the bytes to read. Weights of at least
-    2^-14 of their row's largest are the same in them; smaller ones are off by 2^-22 of that at
-    most. Other devices and dtypes have no copies."""
+    weight_copies: bool = True
+    """On a Hopper GPU a model has copies of weights: of its head, of projections and then of
+    experts, in as many layers as there is memory for beside a KV cache of `max_num_seqs` sequences
+    of 1,024 tokens; they may take an eighth of the memory beside the weights in any case. A size of
+    the KV cache that is asked for, and a `max_model_len`, come first. Other devices have none.
+
+    Those of weights in bfloat16 have 12 bits. Few tokens are multiplied by them, because they have
+    three quarters of the bytes to read. Weights of at least 2^-14 of their row's largest are the
+    same in them; smaller ones are off by 2^-22 of that at most. Those of projections that kernels
+    would unpack for each product, as integers of 4 bits, are dequantized: many tokens are
+    multiplied by them."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

@@ -20,7 +20,7 @@ from itertools import accumulate
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
-from octavo.layers.config import ExpertsConfig
+from octavo.layers.config import CopyForm, ExpertsConfig
 from octavo.memory_budget import (
     FixedMemory,
     KVShape,
@@ -161,41 +161,44 @@ def choose_quantization(
     return Choice(chosen, reason)
 
 
-def with_float12_copies(
+def with_copies(
     config: EngineConfig,
     model_config: ModelConfig,
     dtype: str,
     total: int,
     kernels: WeightKernels,
 ) -> ModelConfig:
-    """The same model with copies of weights in 12 bits, if they are asked for and the device has
-    kernels for them: of the head and of as many layers as the KV cache can spare memory for.
+    """The same model with copies of weights, if they are asked for and the device has kernels for
+    them: of the head and of as many layers as the KV cache can spare memory for.
 
     Args:
-        config: with `float12_copies`.
+        config: with `weight_copies`.
         model_config: the whole model, as it is loaded.
         dtype: what it is computed in.
         total: bytes that may be taken of the device.
         kernels: of the device.
     """
-    if not (config.float12_copies and dtype == "bfloat16" and kernels == "hopper"):
+    of_head: CopyForm | None = "float12" if dtype == "bfloat16" else None
+    is_unpacked = model_config.copy_form == "dequantized" and DTYPE_BYTES[dtype] == 2
+    has_use = of_head is not None or is_unpacked
+    if not (config.weight_copies and kernels == "hopper" and has_use):
         return model_config
-    whole = model_config.with_float12_copies()
+    whole = model_config.with_copies(of_head=of_head)
     shard = whole.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
-    weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.float12_bytes
+    weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.copy_bytes
     # Those of projections, which every token reads, come before those of experts.
     sizes = [
-        sum(each.float12_bytes for each in layer if isinstance(each, ExpertsConfig) == of_experts)
+        sum(each.copy_bytes for each in layer if isinstance(each, ExpertsConfig) == of_experts)
         for of_experts in (False, True)
         for layer in shard.copyable
     ]
-    taken = accumulate(sizes, initial=shard.head.float12_bytes)
+    taken = accumulate(sizes, initial=shard.head.copy_bytes)
     most = _most_copies(config, shard, dtype, total - weights)
     fitting = sum(size <= most for size in taken) - 1
     if fitting < 0:
         return model_config
     num_layers = min(fitting, len(shard.copyable))
-    return model_config.with_float12_copies(num_layers, fitting - num_layers)
+    return model_config.with_copies(num_layers, fitting - num_layers, of_head)
 
 
 def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int) -> float:

@@ -209,22 +209,22 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
         found: dict[str, Any] = json.loads(run.stdout)
         return found
 
-    options = ("--float12-copies", "--no-float12-copies")
+    options = ("--weight-copies", "--no-weight-copies")
     copied, plain = (values("--gpu", "h200", each) for each in options)
     rows = 128_256 + 32 * (6144 + 4096 + 2 * 14336 + 4096)
     weights = 128_256 * 4096 + 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
     size = 3 * weights // 2 + 4 * rows
-    assert (copied["float12_bytes"], plain["float12_bytes"]) == (size, 0)
+    assert (copied["copy_bytes"], plain["copy_bytes"]) == (size, 0)
     assert copied["budget"]["weights"] == plain["budget"]["weights"] + size
     assert copied["kv_slots"] < plain["kv_slots"]
     rates = [each["forms"][0]["tokens_per_second"] for each in (copied, plain)]
     assert rates[0]["1"] > 1.2 * rates[1]["1"]
     assert rates[0]["256"] == rates[1]["256"]
-    line = "float12 copies 10.49 GiB of the weights"
+    line = "copies of weights 10.49 GiB of the weights"
     for option, is_there in zip(options, (True, False), strict=True):
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there
     for others in (("--gpu", "a100-80gb"), ("--gpu", "h200", "--dtype", "float16")):
-        assert values(*others)["float12_bytes"] == 0
+        assert values(*others)["copy_bytes"] == 0
     on_this_cpu = octavo("memory", LLAMA_8B.with_name("qwen3-0.6b"), "--json")
-    assert json.loads(on_this_cpu.stdout)["float12_bytes"] == 0
+    assert json.loads(on_this_cpu.stdout)["copy_bytes"] == 0

@@ -35,7 +35,7 @@ from octavo.ops.cuda.float12 import pack_float12, takes_float12, unpack_float12
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
-from octavo.weight_forms import with_float12_copies
+from octavo.weight_forms import with_copies
 
 PROMPTS = [model_zoo.random_token_ids(n, seed=n) for n in (3, 40, 80)]
 
@@ -88,9 +88,9 @@ def test_tokens_are_those_of_the_rounded_weights(
     sizes = sizes if name == "bart" else {"hidden_size": 64, **sizes}
     directory = model_zoo.write_model(name, tmp_path / "model", **sizes)
     with load(directory, **options) as llm:
-        assert llm.engine.model_config.float12_copies
-        assert llm.engine.model_config.head.float12_copy
-        copied = [each.float12_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
+        assert llm.engine.model_config.head_copy == "float12"
+        assert llm.engine.model_config.head.copy == "float12"
+        copied = [each.copy_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
         assert any(copied) == ("quantization" not in options)
         expected = 1 + sum(copied)
         kinds = hopper.kernel, CopiedExperts
@@ -108,16 +108,16 @@ def test_as_many_layers_as_fit(
 ) -> None:
     """What is counted is what the device has."""
     directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
-    with load(directory, model_impl=model_impl, float12_copies=False) as llm:
+    with load(directory, model_impl=model_impl, weight_copies=False) as llm:
         plain = llm.engine.model_config
-    budget = plain.with_float12_copies(1).float12_bytes
+    budget = plain.with_copies(1).copy_bytes
     monkeypatch.setattr("octavo.weight_forms._most_copies", lambda *args: budget)
     with load(directory, model_impl=model_impl) as llm:
         config = llm.engine.model_config
-        assert config == plain.with_float12_copies(1)
+        assert config == plain.with_copies(1)
         copies = [each._copy for each in kernels(llm) if isinstance(each, hopper.kernel)]
-    assert sum(each.nbytes for each in copies) == config.float12_bytes == budget
-    flags = [any(each.float12_bytes for each in of) for of in config.copyable]
+    assert sum(each.nbytes for each in copies) == config.copy_bytes == budget
+    flags = [any(each.copy_bytes for each in of) for of in config.copyable]
     assert flags == [True, *[False] * (len(flags) - 1)]
     assert len(flags) > 1
 
@@ -141,23 +141,23 @@ def test_a_head_that_a_quantizer_left_alone_has_a_copy(
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == 1
 
 
-@pytest.mark.parametrize("options", [{"float12_copies": False}, {"dtype": "float32"}])
+@pytest.mark.parametrize("options", [{"weight_copies": False}, {"dtype": "float32"}])
 def test_without_a_copy(hopper: Hopper, options: dict[str, Any], tmp_path: Path) -> None:
     directory = model_zoo.write_model("llama3", tmp_path / "model", hidden_size=64)
     with load(directory, **options) as llm:
         assert not any(isinstance(each, hopper.kernel) for each in kernels(llm))
-        assert not llm.engine.model_config.float12_copies
-        assert not llm.engine.model_config.head.float12_copy
+        assert llm.engine.model_config.head_copy is None
+        assert llm.engine.model_config.head.copy is None
         weights = llm.engine.executor.capacity.budget.weights
-    with load(directory, **{"float12_copies": True, "dtype": "bfloat16"}) as llm:
-        size = llm.engine.model_config.float12_bytes
+    with load(directory, **{"weight_copies": True, "dtype": "bfloat16"}) as llm:
+        size = llm.engine.model_config.copy_bytes
         if "dtype" not in options:
             assert llm.engine.executor.capacity.budget.weights == weights + size > weights
 
 
 def test_other_devices_ignore_the_option() -> None:
     with load("demo") as llm:
-        assert not llm.engine.model_config.float12_copies
+        assert llm.engine.model_config.head_copy is None
 
 
 def test_weights_that_are_not_finite_have_no_copies(hopper: Hopper, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_have_no_copies(hopper: Hopper, tmp_path: Pa
     tensors["lm_head.weight"][3, 5] = -torch.inf
     save_file(tensors, path, {"format": "pt"})
     with load(directory) as llm:
-        copied = [each.float12_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
+        copied = [each.copy_bytes > 0 for of in llm.engine.model_config.copyable for each in of]
         assert sum(isinstance(each, hopper.kernel) for each in kernels(llm)) == sum(copied) > 0
 
 
@@ -217,15 +217,15 @@ def test_what_the_kernel_does_not_take_is_multiplied_by_the_weight(hopper: Hoppe
 
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 64), (131, 192)])
 def test_bytes_of_a_copy(num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not LinearConfig(size, (num_rows,)).with_float12_copy().float12_copy, "small"
+    assert not LinearConfig(size, (num_rows,)).with_copy("float12").copy, "small"
     monkeypatch.setattr(float12, "_LEAST_ROWS", num_rows)
     monkeypatch.setattr(float12, "_LEAST_SIZE", num_rows * size)
     config = LinearConfig(size, (num_rows,))
-    assert config.float12_bytes == 0
-    copied = config.with_float12_copy()
-    assert copied.float12_bytes == pack_float12(torch.ones(num_rows, size).bfloat16()).nbytes
-    assert not LinearConfig(size + 32, (num_rows,)).with_float12_copy().float12_copy
-    assert not LinearConfig(size, (num_rows - 1,)).with_float12_copy().float12_copy
+    assert config.copy_bytes == 0
+    copied = config.with_copy("float12")
+    assert copied.copy_bytes == pack_float12(torch.ones(num_rows, size).bfloat16()).nbytes
+    assert not LinearConfig(size + 32, (num_rows,)).with_copy("float12").copy
+    assert not LinearConfig(size, (num_rows - 1,)).with_copy("float12").copy
 
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
@@ -234,71 +234,69 @@ GB = 10**9
 
 def test_ranks_have_copies_of_their_parts() -> None:
     plain = read_model_config(CONFIGS / "llama-3-8b")
-    config = plain.with_float12_copies()
-    whole = config.head.float12_bytes
+    config = plain.with_copies()
+    whole = config.head.copy_bytes
     assert whole == 128_256 * (4096 * 3 // 2 + 4)
-    assert config.sharded(Shard(1, 2)).head.float12_bytes == whole // 2
-    of_layer = sum(each.float12_bytes for each in config.copyable[3])
+    assert config.sharded(Shard(1, 2)).head.copy_bytes == whole // 2
+    of_layer = sum(each.copy_bytes for each in config.copyable[3])
     parameters = 6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096
     assert of_layer == 3 * parameters // 2 + 4 * (6144 + 4096 + 2 * 14336 + 4096)
-    assert config.float12_bytes == whole + 32 * of_layer
-    assert config.least_weight_bytes(2) == plain.weight_bytes(2) + config.float12_bytes
-    some = plain.with_float12_copies(5)
-    assert [any(each.float12_bytes for each in of) for of in some.copyable] == [True] * 5 + [
+    assert config.copy_bytes == whole + 32 * of_layer
+    assert config.least_weight_bytes(2) == plain.weight_bytes(2) + config.copy_bytes
+    some = plain.with_copies(5)
+    assert [any(each.copy_bytes for each in of) for of in some.copyable] == [True] * 5 + [
         False
     ] * 27
-    assert some.float12_bytes == whole + 5 * of_layer
-    small, large = (sum(each.float12_saves(n) for each in some.copyable[0]) for n in (64, 16))
+    assert some.copy_bytes == whole + 5 * of_layer
+    small, large = (sum(each.copy_saves(n) for each in some.copyable[0]) for n in (64, 16))
     assert 0 < small < large
-    assert some.float12_saves(64) == some.head.float12_saves(64) + 5 * small
+    assert some.copy_saves(64) == some.head.copy_saves(64) + 5 * small
 
 
 def test_experts_have_copies() -> None:
-    config = read_model_config(CONFIGS / "qwen3-30b-a3b").with_float12_copies()
+    config = read_model_config(CONFIGS / "qwen3-30b-a3b").with_copies()
     experts = config.layers[0].mlp
     assert isinstance(experts, ExpertsConfig)
     weights = 128 * 3 * 2048 * 768
     scales = 128 * (2 * 768 + 2048)
-    assert experts.float12_bytes == weights * 3 // 2 + 4 * scales
+    assert experts.copy_bytes == weights * 3 // 2 + 4 * scales
     assert experts in config.copyable[0]
     for num_tokens, hit in ((1, 8), (8, 51.6), (700, 128)):
         expected = (weights // 2 - 4 * scales) * hit / 128
-        assert experts.float12_saves(num_tokens) == pytest.approx(expected, rel=1e-3)
+        assert experts.copy_saves(num_tokens) == pytest.approx(expected, rel=1e-3)
     # The most tokens with which a tile of the kernel has room for those of nearly all experts.
     most = experts.copied_tokens.stop - 1
     assert tokens_per_tile(most, 128, 8) == float12.MOST_OF_EXPERT
     assert tokens_per_tile(most + 1, 128, 8) > float12.MOST_OF_EXPERT
-    assert experts.float12_saves(most + 1) == 0
+    assert experts.copy_saves(most + 1) == 0
     half, eighth = (config.sharded(Shard(0, n)).layers[0].mlp for n in (2, 8))
     assert isinstance(half, ExpertsConfig)
-    assert half.float12_bytes == weights * 3 // 4 + 4 * 128 * (768 + 2048)
+    assert half.copy_bytes == weights * 3 // 4 + 4 * 128 * (768 + 2048)
     assert isinstance(eighth, ExpertsConfig)
-    assert eighth.float12_bytes == 0  # parts of 96 inputs have no whole pieces
+    assert eighth.copy_bytes == 0  # parts of 96 inputs have no whole pieces
     for other in ({"intermediate_size": 736}, {"bias": True}, {"method": "quantized"}):
-        assert replace(experts, **other).float12_bytes == 0  # type: ignore[arg-type]
+        assert replace(experts, **other).copy_bytes == 0  # type: ignore[arg-type]
     # Few weights, and more inputs than one token's kernels hold in registers.
     small = replace(experts, hidden_size=1024, intermediate_size=128)
     assert small.copied_tokens.start == 11  # with which half of 50 million weights are hit
-    assert replace(small, routing=RoutingConfig(num_experts=8, top_k=2)).float12_bytes == 0
+    assert replace(small, routing=RoutingConfig(num_experts=8, top_k=2)).copy_bytes == 0
     for long in ({"hidden_size": 8192}, {"intermediate_size": 1088}):
         assert replace(experts, **long).copied_tokens.start == 2  # type: ignore[arg-type]
 
 
 def test_attention_has_copies_beside_experts() -> None:
-    config = read_model_config(CONFIGS / "gpt-oss-20b-mxfp4").with_float12_copies()
+    config = read_model_config(CONFIGS / "gpt-oss-20b-mxfp4").with_copies()
     attention = config.layers[0].attention
-    qkv = 2 * 5120 * 2880 - attention.qkv.float12_bytes
-    output = 2 * 2880 * 4096 - attention.output.float12_bytes
+    qkv = 2 * 5120 * 2880 - attention.qkv.copy_bytes
+    output = 2 * 2880 * 4096 - attention.output.copy_bytes
     assert min(qkv, output) > 0
-    layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.float12_bytes
-    assert config.float12_saves(1) == config.float12_saves(8) == head + layers * (qkv + output)
-    assert config.float12_saves(9) == config.float12_saves(16) == head + layers * qkv
-    assert config.float12_saves(17) == config.float12_saves(128) == head
-    assert config.float12_saves(129) == 0
+    layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.copy_bytes
+    assert config.copy_saves(1) == config.copy_saves(8) == head + layers * (qkv + output)
+    assert config.copy_saves(9) == config.copy_saves(16) == head + layers * qkv
+    assert config.copy_saves(17) == config.copy_saves(128) == head
+    assert config.copy_saves(129) == 0
     quantized = quantized_on_load(read_model_config(CONFIGS / "qwen3-30b-a3b"), "fp8")
-    assert quantized.with_float12_copies().float12_saves(8) == (
-        quantized.with_float12_copies().head.float12_saves(8)
-    )
+    assert quantized.with_copies().copy_saves(8) == (quantized.with_copies().head.copy_saves(8))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_attention_has_copies_beside_experts() -> None:
         ({"max_num_seqs": 128}, "bfloat16", 40 * GB, "hopper", 10),  # beside 17 GB of KV
         ({"num_blocks": 8192}, "bfloat16", 40 * GB, "hopper", 10),  # the same
         ({"kv_cache_memory": 23 * GB}, "bfloat16", 40 * GB, "hopper", None),
-        ({"float12_copies": False}, "bfloat16", 80 * GB, "hopper", None),
+        ({"weight_copies": False}, "bfloat16", 80 * GB, "hopper", None),
         ({}, "float16", 80 * GB, "hopper", None),
         ({}, "bfloat16", 80 * GB, "ada", None),
         ({}, "bfloat16", 80 * GB, "cpu", None),
@@ -331,11 +329,11 @@ def test_who_has_copies(
     """num_layers: beside the head; None: no copies."""
     model = read_model_config(CONFIGS / "llama-3-8b")
     config = make_config(str(CONFIGS / "llama-3-8b"), **options)
-    made = with_float12_copies(config, model, dtype, total, kernels)
+    made = with_copies(config, model, dtype, total, kernels)
     if num_layers is None:
         assert made is model
     else:
-        assert made == model.with_float12_copies(num_layers)
+        assert made == model.with_copies(num_layers)
 
 
 @pytest.mark.parametrize(
@@ -355,13 +353,13 @@ def test_projections_come_before_experts(
 ) -> None:
     model = read_model_config(CONFIGS / "qwen3-30b-a3b")
     config = make_config(str(CONFIGS / "qwen3-30b-a3b"), **options)
-    made = with_float12_copies(config, model, "bfloat16", total, "hopper")
+    made = with_copies(config, model, "bfloat16", total, "hopper")
     found = [
-        sum(part.float12_copies for part in parts)
+        sum(part.copies is not None for part in parts)
         for parts in zip(*((each.attention, each.mlp) for each in made.layers), strict=True)
     ]
     assert found == list(layers)
-    assert made == model.with_float12_copies(*layers)
+    assert made == model.with_copies(*layers)
 
 
 def decode_error(llm: LLM, batch: int, num_batches: int) -> float:
@@ -397,7 +395,7 @@ class TestOnGpu:
 
     def load(self, directory: Path, is_asked: bool, load_format: Any = "auto") -> CausalLM:
         config = read_model_config(directory)
-        config = config.with_float12_copies() if is_asked else config
+        config = config.with_copies() if is_asked else config
         return load_model(config, torch.bfloat16, self.DEVICE, SingleRank(), load_format)
 
     @pytest.fixture(autouse=True)
@@ -420,7 +418,7 @@ class TestOnGpu:
         copied, end = self.load(directory, True), torch.cuda.memory_allocated()
         assert type(plain.head.linear._kernel) is CudaLinear
         assert type(copied.head.linear._kernel) is CopiedLinear
-        expected = copied.head.linear.config.float12_bytes
+        expected = copied.head.linear.config.copy_bytes
         assert end - middle - (middle - start) == pytest.approx(expected, rel=0.02)
         for num_tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 300):
             hidden = torch.randn(num_tokens, self.SIZES[1], device=self.DEVICE).bfloat16()
@@ -449,9 +447,9 @@ class TestOnGpu:
         directory = model_zoo.write_model(name, tmp_path, **sizes)
         errors = []
         for is_asked in (True, False):
-            with load(directory, num_blocks=1000, float12_copies=is_asked) as llm:
+            with load(directory, num_blocks=1000, weight_copies=is_asked) as llm:
                 copied = llm.engine.model_config.copyable
-                assert any(each.float12_bytes for of in copied for each in of) == is_asked
+                assert any(each.copy_bytes for of in copied for each in of) == is_asked
                 errors.append({size: decode_error(llm, size, of) for size, of in batches.items()})
         with_copies, without = errors
         for size in batches:

@@ -166,7 +166,7 @@ def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
-    from octavo.ops.cuda.float12 import Float12Weight, pack_float12
+    from octavo.ops.cuda.float12 import Float12Weight, _launch_packing, pack_float12
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
     from octavo.ops.cuda.linear_ring_float12 import Float12Ring, linear_ring_float12
@@ -180,6 +180,7 @@ def projections() -> None:
     cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
     row, scale = x[:1], torch.zeros(4096)
     stored = pack_float12(weight)
+    _launch_packing(weight, stored.scales, stored.words)
     norms = (
         DeferredNorm(row, x[0], 1e-5, 0.0),
         DeferredNorm(row, scale, 1e-5, 1.0, row, x[1:2], scale),

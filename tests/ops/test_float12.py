@@ -9,6 +9,7 @@ from octavo.ops.cuda.float12 import (
     EXPONENT,
     MANTISSA,
     PIECE_WORDS,
+    _launch_packing,
     pack_float12,
     takes_float12,
     unpack_float12,
@@ -42,6 +43,29 @@ def test_rows_of_zeros_and_of_the_smallest_and_largest_numbers() -> None:
     dense = unpack_float12(pack_float12(weight))
     assert torch.equal(dense[:4], weight[:4])
     assert torch.equal(dense[4], weight[4].where(weight[4] > 1, 0))
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (5, 640), (21, 704)])
+def test_the_kernel_packs_as_torch_does(device: torch.device, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    num_rows, size = shape
+    weight = torch.randn(shape).mul_(torch.logspace(-36, 37, num_rows)[:, None]).bfloat16()
+    weight[:, ::5] *= 2.0**-16  # of which few bits are left
+    weight[0, :4] = torch.tensor([0.0, -0.0, 1e-33, -1e-38])
+    weight[1] = torch.finfo(torch.bfloat16).max
+    weight[1, 1::3] = 2.0**-127
+    weight[2] = 0
+    weight[3] = 2.0**-130
+    wanted = pack_float12(weight)
+    words = torch.full_like(wanted.words, -1, device=device)
+    # Rows are apart in memory, as those of a part of a merged weight.
+    apart = torch.cat((weight, weight), dim=1).to(device)[:, :size]
+    _launch_packing(apart, wanted.scales.to(device), words)
+    assert torch.equal(words.cpu(), wanted.words)
+    if device.type == "cuda":
+        packed = pack_float12(weight.to(device))
+        assert torch.equal(packed.words.cpu(), wanted.words)
+        assert torch.equal(packed.scales.cpu(), wanted.scales)
 
 
 def test_words_are_unpacked_by_two_rotations() -> None:

@@ -44,7 +44,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "dtype": "float32",
         "stored_quantization": None,
         "load_quantization": None,
-        "float12_bytes": 0,
+        "weight_copy_bytes": 0,
         "kv_cache_dtype": "float32",
         "device": "cpu",
         "num_ranks": 2,

@@ -105,14 +105,14 @@ def test_a_mixture_of_experts_is_priced_by_what_its_tokens_take() -> None:
 def test_copies_are_read_for_few_tokens() -> None:
     config = find_model(str(CONFIGS / "llama-3-8b"))
     plain = ModelSize.of(config, "bfloat16")
-    copied = ModelSize.of(config.with_float12_copies(0), "bfloat16")
+    copied = ModelSize.of(config.with_copies(0), "bfloat16")
     assert copied.weight_bytes == plain.weight_bytes
     quarter = 2 * 128_256 * 4096 / 4
     for num_tokens, num_logits, saved in [(1, 1, quarter), (64, 64, quarter), (500, 128, quarter)]:
         read = copied.read_bytes(num_tokens, num_logits)
         assert plain.read_bytes(num_tokens, num_logits) - read == pytest.approx(saved, rel=3e-3)
     assert copied.read_bytes(129, 129) == plain.read_bytes(129, 129)
-    copied = ModelSize.of(config.with_float12_copies(10), "bfloat16")
+    copied = ModelSize.of(config.with_copies(10), "bfloat16")
     gates, others = 2 * 2 * 14336 * 4096 / 4, 2 * (6144 + 14336 + 4096) * 4096 / 4
     for num_tokens, saved in [(1, gates + others), (16, gates + others), (17, gates), (65, 0)]:
         read = copied.read_bytes(num_tokens, 1)
@@ -122,7 +122,7 @@ def test_copies_are_read_for_few_tokens() -> None:
 
 def test_ranks_read_copies_of_their_parts() -> None:
     """Whether a part has one, and for how many tokens it is read, depends on the part."""
-    model = find_model("qwen3-0.6b").with_float12_copies()
+    model = find_model("qwen3-0.6b").with_copies()
     whole, halves = (ModelSize.of(model, "bfloat16", num_gpus=n) for n in (1, 2))
     assert whole.weight_bytes == halves.weight_bytes
     assert halves.head_copy_saves == whole.head_copy_saves
@@ -190,7 +190,7 @@ def test_decode_steps_on_h200s(
     """In ms, at a context of 1,024 tokens (docs/performance.md), with copies in 12 bits of so many
     layers: some of those that benchmarks/fit_octavo_software.py fits."""
     model = find_model(name)
-    model = model.with_float12_copies(copied) if copied else model
+    model = model.with_copies(copied) if copied else model
     size = ModelSize.of(model, "bfloat16", num_gpus=num_gpus)
     decode = StepShape(batch, batch, batch, batch * 1040, 0, num_requests=batch)
     predicted = CostModel(size, find_gpu("h200"), num_gpus).compute_seconds(decode) * 1e3

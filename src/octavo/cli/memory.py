@@ -28,7 +28,7 @@ from octavo.weight_forms import (
     Estimate,
     choose_quantization,
     describe_dequantized,
-    with_float12_copies,
+    with_copies,
 )
 
 DEFAULT_LENGTHS = "512,2048,8192"
@@ -60,7 +60,7 @@ BATCHES = (1, 64, 256)
 @engine_options(
     "dtype",
     "quantization",
-    "float12_copies",
+    "weight_copies",
     "max_model_len",
     "block_size",
     "num_blocks",
@@ -178,7 +178,7 @@ class Machine:
     def quantized(self, name: QuantizationName | None) -> ModelConfig:
         """The model as it is loaded."""
         model = self.model_config if name is None else quantized_on_load(self.model_config, name)
-        return with_float12_copies(self.config, model, self.dtype, self.total, self.kernels)
+        return with_copies(self.config, model, self.dtype, self.total, self.kernels)
 
     def budget(self, name: QuantizationName | None) -> Budget:
         """Raises OutOfMemory if there is no room for a KV cache."""
@@ -242,7 +242,7 @@ class Budget:
         self._size = config.tensor_parallel_size
         self._shape, self._budget, self._estimate = estimate.shape, estimate.budget, estimate
         self._expert_bytes = estimate.model.read_bytes(DTYPE_BYTES[dtype])[1]
-        self._copy_bytes = estimate.model.float12_bytes
+        self._copy_bytes = estimate.model.copy_bytes
         self.weight_bytes = estimate.fixed.weights
         self.note = note
 
@@ -301,7 +301,7 @@ class Budget:
             rows.insert(0, ("experts", f"{size} of the weights"))
         if self._copy_bytes:
             size = format_bytes(self._copy_bytes)
-            rows.insert(0, ("float12 copies", f"{size} of the weights"))
+            rows.insert(0, ("copies of weights", f"{size} of the weights"))
         if self.note is not None:
             rows.insert(0, ("dequantized", self.note))
         for length in lengths:
@@ -357,7 +357,7 @@ class Budget:
             "parameters": self._model_config.num_parameters(),
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
-            "float12_bytes": self._copy_bytes,
+            "copy_bytes": self._copy_bytes,
             "dtype": self._dtype,
             "dequantized": self.note,
             "kv_cache_dtype": self._kv_dtype,

@@ -31,7 +31,7 @@ target_option = option_of("target")
 
 simulated_engine_options = engine_options(
     *("dtype", "max_model_len", "seed", "block_size", "num_blocks", "kv_cache_memory"),
-    *("kv_cache_dtype", "quantization", "float12_copies"),
+    *("kv_cache_dtype", "quantization", "weight_copies"),
     *("swap_space", "enable_prefix_caching", "memory_policy", "max_num_seqs"),
     *("max_num_batched_tokens", "policy", "aging_seconds", "preemption_mode"),
     *("enable_chunked_prefill", "max_passes", "watermark", "overlap"),
@@ -125,7 +125,7 @@ def make_simulation_config(machine: Options, engine: Options, num_gpus: int) -> 
         num_gpus,
         dtype=made.dtype,
         quantization=made.quantization,
-        float12_copies=made.float12_copies,
+        weight_copies=made.weight_copies,
         max_model_len=made.max_model_len,
         cache=made.cache,
         scheduler=made.scheduler,

@@ -21,6 +21,9 @@ NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
+# In which form a device holds a weight a second time: of one in bfloat16 in 12 bits, which few
+# tokens are multiplied by; or of a quantized one in the model's dtype, for many tokens.
+CopyForm = Literal["float12", "dequantized"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,34 +108,40 @@ class LinearConfig:
     out_shards: tuple[Shard, ...] = ()
     in_shard: Shard = WHOLE
     padding: int = 0  # added to the whole projection, so that ranks have equal parts
-    # Beside W in bfloat16, a Hopper GPU has a copy in 12 bits, which few tokens are multiplied by.
-    float12_copy: bool = False
+    copy: CopyForm | None = None  # what a Hopper GPU has beside W
 
     @property
     def out_features(self) -> int:
         return sum(self.out_sizes)
 
-    def with_float12_copy(self) -> LinearConfig:
-        """The same projection with a copy in 12 bits, if that is of use for its W."""
-        return replace(self, float12_copy=float12.has_use(self.out_features, self.in_features))
+    def with_copy(self, form: CopyForm | None) -> LinearConfig:
+        """The same projection with a copy in that form, if it is of use for its W."""
+        if form == "float12":
+            has_use = float12.has_use(self.out_features, self.in_features)
+        else:
+            has_use = self.method == "quantized"
+        return replace(self, copy=form if has_use else None)
 
     @property
-    def float12_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """What the copy takes; 0: there is none."""
-        if not self.float12_copy:
+        if self.copy is None:
             return 0
+        if self.copy == "dequantized":
+            return 2 * self.out_features * self.in_features
         return float12.copy_bytes(self.out_features, self.in_features)
 
-    def float12_saves(self, num_tokens: int) -> int:
-        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy."""
+    def copy_saves(self, num_tokens: int) -> int:
+        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy: 0 of
+        a dequantized one, which products read that arithmetic bounds."""
         if num_tokens not in self.copied_tokens:
             return 0
-        return 2 * self.out_features * self.in_features - self.float12_bytes
+        return 2 * self.out_features * self.in_features - self.copy_bytes
 
     @property
     def copied_tokens(self) -> range:
-        """For which numbers of tokens the copy is read."""
-        if not self.float12_copy:
+        """For which numbers of tokens a copy in 12 bits is read."""
+        if self.copy != "float12":
             return range(0)
         return float12.copied_tokens(self.out_features, self.in_features)
 
@@ -214,7 +223,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
-    float12_copies: bool = False  # whether its projections have them (LinearConfig)
+    copies: CopyForm | None = None  # what its projections may have (LinearConfig.with_copy)
     shard: Shard = WHOLE  # which part of the query heads these are
     kv_shard: Shard = WHOLE  # which part of the KV heads these are
 
@@ -247,7 +256,7 @@ class AttentionConfig:
             self.linear_method,
             out_shards=(self.shard, self.kv_shard, self.kv_shard),
         )
-        return qkv.with_float12_copy() if self.float12_copies else qkv
+        return qkv.with_copy(self.copies)
 
     @property
     def query(self) -> LinearConfig:
@@ -270,7 +279,7 @@ class AttentionConfig:
             self.linear_method,
             in_shard=self.shard,
         )
-        return output.with_float12_copy() if self.float12_copies else output
+        return output.with_copy(self.copies)
 
     @property
     def score_features(self) -> frozenset[str]:
@@ -314,7 +323,7 @@ class MLPConfig:
     activation: Activation
     bias: bool = False
     linear_method: str = "plain"  # of its projections
-    float12_copies: bool = False  # whether its projections have them (LinearConfig)
+    copies: CopyForm | None = None  # what its projections may have (LinearConfig.with_copy)
     shard: Shard = WHOLE  # which part of the intermediate elements these are
 
     def sharded(self, shard: Shard) -> MLPConfig:
@@ -336,9 +345,9 @@ class MLPConfig:
             self.linear_method,
             out_shards=(self.shard,) * merged,
         )
-        # Kernels take gates whose halves are whole pieces of rows.
+        # Kernels for 12 bits take gates whose halves are whole pieces of rows.
         has_pieces = merged == 1 or self.intermediate_size % PIECE_ROWS == 0
-        return up.with_float12_copy() if self.float12_copies and has_pieces else up
+        return up.with_copy(self.copies if has_pieces or self.copies != "float12" else None)
 
     @property
     def down(self) -> LinearConfig:
@@ -349,7 +358,7 @@ class MLPConfig:
             self.linear_method,
             in_shard=self.shard,
         )
-        return down.with_float12_copy() if self.float12_copies else down
+        return down.with_copy(self.copies)
 
     @property
     def num_parameters(self) -> int:
@@ -390,7 +399,7 @@ class ExpertsConfig:
     method: str = "plain"  # how experts are stored and computed: in registry.EXPERTS_METHODS
     shared: MLPConfig | None = None
     shared_gate: bool = False  # whether its result is multiplied by a learned sigmoid
-    float12_copies: bool = False  # whether experts have them, where their form takes them
+    copies: CopyForm | None = None  # what experts may have, where their form takes them
     shard: Shard = WHOLE  # which part of each expert's intermediate elements these are
 
     def sharded(self, shard: Shard) -> ExpertsConfig:
@@ -405,14 +414,14 @@ class ExpertsConfig:
         shared = None if self.shared is None else self.shared.with_linear_method(method)
         return replace(self, method=method, shared=shared)
 
-    def with_float12_copies(self, of_shared: bool, of_experts: bool) -> ExpertsConfig:
-        """The same experts with copies in 12 bits, as far as their form takes them: beside those in
-        bfloat16, a Hopper GPU has them for few tokens."""
-        shared = None if self.shared is None else replace(self.shared, float12_copies=of_shared)
-        return replace(self, shared=shared, float12_copies=of_experts)
+    def with_copies(self, of_shared: CopyForm | None, of_experts: CopyForm | None) -> ExpertsConfig:
+        """The same experts with copies, as far as their form takes them: beside those in bfloat16,
+        a Hopper GPU has them in 12 bits."""
+        shared = None if self.shared is None else replace(self.shared, copies=of_shared)
+        return replace(self, shared=shared, copies=of_experts)
 
     @property
-    def float12_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """What the copies of all experts that a router chooses from take; 0: there are none."""
         if not self.copied_tokens:
             return 0
@@ -420,26 +429,26 @@ class ExpertsConfig:
         down = float12.copy_bytes(self.hidden_size, self.intermediate_size)
         return self.routing.num_experts * (up + down)
 
-    def float12_saves(self, num_tokens: int) -> int:
+    def copy_saves(self, num_tokens: int) -> int:
         """How many bytes fewer are read for so many tokens, in bfloat16, because of the copies, if
         all choices of experts are equally likely."""
         if num_tokens not in self.copied_tokens:
             return 0
         routing = self.routing
         hit_share = routing.expected_distinct(num_tokens) / routing.num_experts
-        return int(self.float12_saves_of_all * hit_share)
+        return int(self.copy_saves_of_all * hit_share)
 
     @property
-    def float12_saves_of_all(self) -> int:
+    def copy_saves_of_all(self) -> int:
         """How many bytes fewer the copies have than all experts that a router chooses from."""
         if not self.copied_tokens:
             return 0
-        return 2 * self.routing.num_experts * self.expert_parameters - self.float12_bytes
+        return 2 * self.routing.num_experts * self.expert_parameters - self.copy_bytes
 
     @property
     def copied_tokens(self) -> range:
         """For which numbers of tokens the copies are read; for none, if there are no copies."""
-        if not self.float12_copies or self.method != "plain" or self.bias:
+        if self.copies != "float12" or self.method != "plain" or self.bias:
             return range(0)
         routing, size = self.routing, self.hidden_size
         return float12.copied_expert_tokens(

@@ -127,6 +127,7 @@ class Projection(LinearMethod):
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
         self.config = config
+        self._has_float12_copy = config.copy == "float12"
         self.bias: nn.Parameter | None = None
         if config.has_bias:
             self.bias = nn.Parameter(torch.empty(config.out_features), requires_grad=False)
@@ -205,7 +206,7 @@ class PlainLinear(Projection):
         """
         assert self.weight is not None, "finalize is called once"
         weight = self.weight.detach()
-        self._compute_with(make_linear_kernel(weight, self.is_chained, self.config.float12_copy))
+        self._compute_with(make_linear_kernel(weight, self.is_chained, self._has_float12_copy))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -217,7 +218,7 @@ class RoundedLinear(PlainLinear):
     def finalize(self) -> None:
         """See PlainLinear.finalize."""
         assert self.weight is not None, "finalize is called once"
-        self._compute_with(make_rounding_kernel(self.weight.detach(), self.config.float12_copy))
+        self._compute_with(make_rounding_kernel(self.weight.detach(), self._has_float12_copy))
         if not self._kernel.keeps_weight:
             self.weight = None
 
@@ -242,11 +243,14 @@ class QuantizedLinear(Projection):
     def finalize(self) -> None:
         """See LinearMethod.finalize."""
         form, dtype = joined_form(self._slots), self._slots[0].dtype
-        kernel = None if form is None else make_quantized_kernel(form, dtype, self.is_chained)
+        kernel = None
+        if form is not None:
+            is_copied = self.config.copy == "dequantized"
+            kernel = make_quantized_kernel(form, dtype, self.is_chained, is_copied)
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
             weight = dense[0] if len(dense) == 1 else torch.cat(dense)
-            kernel = make_linear_kernel(weight, float12_copy=self.config.float12_copy)
+            kernel = make_linear_kernel(weight, float12_copy=self._has_float12_copy)
         self._compute_with(kernel)
         self._rounding_kernel = kernel if isinstance(kernel, RoundingKernel) else None
         for slot in self._slots:

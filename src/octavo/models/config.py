@@ -17,6 +17,7 @@ from octavo.core.kv.specs import CrossAttention, FullAttention, KVSpec, SlidingW
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
+    CopyForm,
     EmbeddingScale,
     ExpertsConfig,
     LinearConfig,
@@ -104,20 +105,22 @@ class LayerConfig:
             mlp=self.mlp.with_linear_method(method),
         )
 
-    def with_float12_copies(self, has_projections: bool, has_experts: bool) -> LayerConfig:
-        """The same layer with copies in 12 bits: of the projections of attention and of a
+    def with_copies(
+        self, of_projections: CopyForm | None, of_experts: CopyForm | None
+    ) -> LayerConfig:
+        """The same layer with copies in these forms: of the projections of attention and of a
         feed-forward block or a shared expert, and of experts that a router chooses from."""
         mlp = self.mlp
         if isinstance(mlp, ExpertsConfig):
-            mlp = mlp.with_float12_copies(has_projections, has_experts)
+            mlp = mlp.with_copies(of_projections, of_experts)
         else:
-            mlp = replace(mlp, float12_copies=has_projections)
-        attention = replace(self.attention, float12_copies=has_projections)
+            mlp = replace(mlp, copies=of_projections)
+        attention = replace(self.attention, copies=of_projections)
         return replace(self, attention=attention, mlp=mlp)
 
     @property
     def copyable(self) -> tuple[LinearConfig | ExpertsConfig, ...]:
-        """All that may have copies in 12 bits."""
+        """All that may have copies."""
         mlp = self.mlp
         experts = (mlp,) if isinstance(mlp, ExpertsConfig) else ()
         dense = mlp.shared if isinstance(mlp, ExpertsConfig) else mlp
@@ -204,7 +207,7 @@ class ModelDescription:
     tied_embeddings: bool = False
     head_bias: bool = False
     head_method: str = "plain"  # the linear method of the head
-    float12_copies: bool = False  # whether the head has a copy (LinearConfig)
+    head_copy: CopyForm | None = None  # what the head may have (LinearConfig.with_copy)
     logits_bias: bool = False  # a bias of the logits that is no part of the head's weights
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
@@ -297,26 +300,26 @@ class ModelDescription:
             out_shards=(self.shard,),
             padding=rows * self.shard.size - self.vocab_size,
         )
-        return head.with_float12_copy() if self.float12_copies else head
+        return head.with_copy(self.head_copy)
 
     @property
-    def float12_bytes(self) -> int:
-        """What all copies in 12 bits take."""
-        return sum(each.float12_bytes for each in (self.head, *chain(*self.copyable)))
+    def copy_bytes(self) -> int:
+        """What all copies of weights take."""
+        return sum(each.copy_bytes for each in (self.head, *chain(*self.copyable)))
 
-    def float12_bytes_of(self, num_ranks: int) -> int:
+    def copy_bytes_of(self, num_ranks: int) -> int:
         """What the copies of so many ranks take together: whether one has a copy depends on the
         shape of its part. Raises ConfigError if the ranks cannot share the model."""
-        return num_ranks * self.sharded(Shard(0, num_ranks)).float12_bytes
+        return num_ranks * self.sharded(Shard(0, num_ranks)).copy_bytes
 
-    def float12_saves(self, num_tokens: int) -> int:
+    def copy_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each, if all choices of experts are equally likely."""
-        return sum(each.float12_saves(num_tokens) for each in (self.head, *chain(*self.copyable)))
+        return sum(each.copy_saves(num_tokens) for each in (self.head, *chain(*self.copyable)))
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
-        """Of each layer, all that may have copies in 12 bits."""
+        """Of each layer, all that may have copies."""
         return tuple(layer.copyable for layer in self.layers)
 
     def with_linear_method(self, method: str) -> Self:
@@ -477,10 +480,10 @@ class ModelConfig(ModelDescription):
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
-        device keeps (`kept_by`), unless merged projections differ in their form. Copies in 12
-        bits are counted, the head's as if it were not quantized."""
+        device keeps (`kept_by`), unless merged projections differ in their form. Copies are
+        counted, the head's as if it were not quantized."""
         saved = sum(self._saved_bytes(dtype_bytes))
-        return self.weight_bytes(dtype_bytes) - saved + self.float12_bytes
+        return self.weight_bytes(dtype_bytes) - saved + self.copy_bytes
 
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose
@@ -502,20 +505,32 @@ class ModelConfig(ModelDescription):
             saved.append(int((dtype_bytes - taken) * number * is_kept))
         return saved[0], saved[1]
 
-    def with_float12_copies(
-        self, num_layers: int | None = None, num_expert_layers: int | None = None
-    ) -> Self:
-        """The same model with copies in 12 bits of the head, of projections in the first
-        `num_layers` (None: in all), and of experts in the first `num_expert_layers` (None: in as
-        many), where they are not quantized, and their shapes take them."""
-        quantization, layers = self.quantization, self.layers
+    @property
+    def copy_form(self) -> CopyForm | None:
+        """In which form projections of layers may have copies; None: in none."""
+        quantization = self.quantization
         if quantization is None or quantization.weight_bytes is None:
-            count = len(layers) if num_layers is None else num_layers
-            experts = count if num_expert_layers is None else num_expert_layers
-            layers = tuple(
-                each.with_float12_copies(i < count, i < experts) for i, each in enumerate(layers)
-            )
-        return replace(self, float12_copies=True, layers=layers)
+            return "float12"
+        return "dequantized" if quantization.is_unpacked else None
+
+    def with_copies(
+        self,
+        num_layers: int | None = None,
+        num_expert_layers: int | None = None,
+        of_head: CopyForm | None = "float12",
+    ) -> Self:
+        """The same model with copies of the head, of projections in the first `num_layers` (None:
+        in all), and of experts in the first `num_expert_layers` (None: in as many), where their
+        forms and shapes take them."""
+        count = len(self.layers) if num_layers is None else num_layers
+        num_experts = count if num_expert_layers is None else num_expert_layers
+        form = self.copy_form
+        of_experts = form if form == "float12" else None
+        layers = tuple(
+            each.with_copies(form if i < count else None, of_experts if i < num_experts else None)
+            for i, each in enumerate(self.layers)
+        )
+        return replace(self, head_copy=of_head, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

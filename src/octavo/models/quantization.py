@@ -106,6 +106,12 @@ class Quantization:
             return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
         return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
 
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether a GPU multiplies 16 bits by such weights, which it unpacks for each product:
+        where arithmetic bounds that, weights of 16 bits take less time."""
+        return self.form == "int" or (self.form == "float8" and not self.quantizes_inputs)
+
     def kept_by(self, kernels: WeightKernels) -> KeptParts:
         """What a device with such kernels keeps as it is stored, as a rule."""
         return KeptParts(self._keeps_projections(kernels), self.of_experts._keeps_experts(kernels))

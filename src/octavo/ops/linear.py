@@ -11,7 +11,8 @@ core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 6
 Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
 
 On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS. On
-Hopper many have copies in 12 bits beside them (cuda/linear_copied.py).
+Hopper many have copies beside them: in 12 bits (cuda/linear_copied.py), or dequantized
+(cuda/linear_quantized.py).
 """
 
 from __future__ import annotations
@@ -144,17 +145,27 @@ def make_rounding_kernel(weight: Tensor, float12_copy: bool = False) -> LinearKe
 
 
 def make_quantized_kernel(
-    weight: QuantizedWeight, dtype: torch.dtype, is_chained: bool = False
+    weight: QuantizedWeight,
+    dtype: torch.dtype,
+    is_chained: bool = False,
+    dequantized_copy: bool = False,
 ) -> LinearKernel | None:
     """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
 
-    None: there is none on this device, or for such a form. is_chained: see make_linear_kernel.
+    None: there is none on this device, or for such a form.
+
+    Args:
+        weight: W.
+        dtype: of inputs and results.
+        is_chained: see make_linear_kernel.
+        dequantized_copy: many tokens are multiplied by a copy of W in `dtype`; only asked for on
+            Hopper GPUs, and without a meaning on a CPU.
     """
     if weight.device.type != "cuda":
         return int8.make_kernel(weight, dtype)
     from octavo.ops.cuda.linear_quantized import make_kernel
 
-    return make_kernel(weight, dtype, is_chained)
+    return make_kernel(weight, dtype, is_chained, dequantized_copy)
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

@@ -21,7 +21,7 @@ from octavo.models.registry import quantized_on_load
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
-from octavo.weight_forms import choose_quantization, with_float12_copies
+from octavo.weight_forms import choose_quantization, with_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SimulationConfig:
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"
     quantization: QuantizationChoice | None = None  # of weights that are not quantized yet
-    float12_copies: bool = True  # see EngineConfig
+    weight_copies: bool = True  # see EngineConfig
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
     workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
@@ -59,7 +59,7 @@ class SimulationConfig:
             self.model,
             dtype=self.dtype,
             quantization=self.quantization,
-            float12_copies=self.float12_copies,
+            weight_copies=self.weight_copies,
             max_model_len=self.max_model_len,
             seed=self.seed,
             overlap=self.overlap,
@@ -89,7 +89,7 @@ class SimulationConfig:
             quantization = choice.quantization
         if quantization is not None:
             model = quantized_on_load(model, quantization)
-        model = with_float12_copies(engine, model, dtype, total, gpu.kernels)
+        model = with_copies(engine, model, dtype, total, gpu.kernels)
         model = model.kept_by(gpu.kernels)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
@@ -111,9 +111,9 @@ class SimulationConfig:
         # Where there are fewer KV heads than devices, several keep the same ones.
         num_kv_heads = max(model.num_kv_heads, self.num_gpus)
         shape = KVShape.dense(layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes)
-        copies = model.float12_bytes_of(self.num_gpus)
+        copies = model.copy_bytes_of(self.num_gpus)
         fixed = FixedMemory(
-            model.least_weight_bytes(dtype_bytes) - model.float12_bytes + copies,
+            model.least_weight_bytes(dtype_bytes) - model.copy_bytes + copies,
             estimate_activations(model, self.scheduler, dtype_bytes)
             + self.workspace * self.num_gpus,
         )

@@ -158,9 +158,9 @@ class ModelSize:
         for each in chain(*shard.copyable):
             most = each.copied_tokens.stop - 1
             if isinstance(each, ExpertsConfig):
-                expert_saves[most] += num_gpus * each.float12_saves_of_all
+                expert_saves[most] += num_gpus * each.copy_saves_of_all
             else:
-                saves[most] += num_gpus * each.float12_saves(most)
+                saves[most] += num_gpus * each.copy_saves(most)
         return cls(
             weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
@@ -172,7 +172,7 @@ class ModelSize:
             num_layers=model.num_layers,
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
-            head_copy_saves=num_gpus * shard.head.float12_saves(head_rows),
+            head_copy_saves=num_gpus * shard.head.copy_saves(head_rows),
             head_copy_rows=max(0, head_rows),
             copies_save=tuple(sorted(each for each in saves.items() if each[1])),
             expert_copies_save=tuple(sorted(each for each in expert_saves.items() if each[1])),

@@ -21,7 +21,7 @@ from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
-from octavo.weight_forms import choose_quantization, describe_dequantized, with_float12_copies
+from octavo.weight_forms import choose_quantization, describe_dequantized, with_copies
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
@@ -159,7 +159,7 @@ def _with_chosen(
         if choice.quantization is not None:
             model_config = quantized_on_load(model_config, choice.quantization)
         config = replace(config, quantization=choice.quantization)
-    return config, with_float12_copies(config, model_config, name, total, kernels)
+    return config, with_copies(config, model_config, name, total, kernels)
 
 
 def _warn_of_dequantized(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from octavo.errors import ConfigError
-from octavo.layers.config import ExpertsConfig, LinearConfig
+from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import OPTION, Shard
 
@@ -23,7 +23,7 @@ class TransformersConfig(ModelConfig):
     parameters: int  # of the whole model; tied ones count once
     table_width: int  # float32 numbers that tables of rotary embeddings hold for each position
     projections: tuple[tuple[LinearConfig, ...], ...]  # of each layer, by its number in the paths
-    num_copied_layers: int = 0  # the first ones, whose projections have copies in 12 bits
+    num_copied_layers: int = 0  # the first ones, whose projections have copies
 
     def sharded(self, shard: Shard) -> TransformersConfig:
         """See ModelDescription.sharded. Raises ConfigError for more than one rank."""
@@ -35,18 +35,22 @@ class TransformersConfig(ModelConfig):
             )
         return self
 
-    def with_float12_copies(
-        self, num_layers: int | None = None, num_expert_layers: int | None = None
+    def with_copies(
+        self,
+        num_layers: int | None = None,
+        num_expert_layers: int | None = None,
+        of_head: CopyForm | None = "float12",
     ) -> Self:
-        """See ModelConfig.with_float12_copies; experts have none."""
+        """See ModelConfig.with_copies; experts have none."""
         count = len(self.projections) if num_layers is None else num_layers
-        return replace(self, float12_copies=True, num_copied_layers=count)
+        return replace(self, head_copy=of_head, num_copied_layers=count)
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
         """See ModelDescription.copyable."""
         count = self.num_copied_layers
-        copied = (tuple(each.with_float12_copy() for each in of) for of in self.projections[:count])
+        form = self.copy_form
+        copied = (tuple(each.with_copy(form) for each in of) for of in self.projections[:count])
         return (*copied, *self.projections[count:])
 
     def num_parameters(self) -> int:

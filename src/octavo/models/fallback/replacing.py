@@ -161,7 +161,7 @@ class Rotary(nn.Module):
 def replace_modules(built: Built, dtype: torch.dtype, config: TransformersConfig) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
-    config: says which projections have copies in 12 bits.
+    config: says which projections have copies.
 
     Returns:
         The layers that own weights.
@@ -232,11 +232,12 @@ def _replace_linears(
 def _with_copy(
     linears: Sequence[nn.Linear], path: str, config: TransformersConfig, is_head: bool
 ) -> LinearConfig:
-    """What projections with that path are, with a copy in 12 bits if they are to have one."""
+    """What projections with that path are, with a copy if they are to have one."""
     described, number = linear_config(linears), layer_number(path)
+    if is_head:
+        return described.with_copy(config.head_copy)
     in_copied = number is not None and number < config.num_copied_layers
-    is_copied = config.float12_copies if is_head else in_copied
-    return described.with_float12_copy() if is_copied else described
+    return described.with_copy(config.copy_form if in_copied else None)
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:

@@ -9,7 +9,8 @@ input, of all its bits. A model that was made for it has its inputs rounded to F
 they are more than a few: with a scale for each token, for each 512 inputs where attention rounds
 up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise W is dequantized
 into a workspace first, and computed with as any other weight: that costs as much as writing it, and
-the product with many tokens costs more.
+the product with many tokens costs more. Where there is memory for a dequantized copy of W, nothing
+has to be written, and from some 150 tokens on products may read the copy.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ from octavo.ops.cuda.stored_weights import (
     INT4,
     StoredWeight,
     dequantize,
+    dequantized,
 )
 from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -248,6 +250,7 @@ class QuantizedCudaLinear:
         permutation: Tensor | None,
         dtype: torch.dtype,
         is_chained: bool = False,
+        has_copy: bool = False,
     ) -> None:
         """
         Args:
@@ -255,8 +258,10 @@ class QuantizedCudaLinear:
             permutation: int64 [in_features], of the inputs (GroupedInt).
             dtype: of inputs and results.
             is_chained: see make_linear_kernel.
+            has_copy: see `dequantized_copy` of make_quantized_kernel.
         """
         self._stored = stored
+        self._copy = dequantized(stored, dtype) if has_copy else None
         self._permutation = permutation
         self._dtype = dtype
         self._uses: dict[bool, Epilogue] = {}  # by whether they are gated
@@ -282,7 +287,8 @@ class QuantizedCudaLinear:
         takes_one = self._scales is not None and dtype == torch.bfloat16
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
         self._is_in_ring = is_chained and takes_one and has_whole_pieces
-        _reserve(stored, dtype)
+        if self._copy is None:
+            _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
@@ -390,7 +396,7 @@ class QuantizedCudaLinear:
                     break
                 if tokens == 1 and self._scales is not None:
                     continue  # _apply_one
-                product = Product.of(tokens, self._stored, is_gated, self._own_rounding(tokens))
+                product = self._product(tokens, is_gated)
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
@@ -414,6 +420,8 @@ class QuantizedCudaLinear:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
         kernel._stored = copies.weight(i)
+        if self._copy is not None and not isinstance(choice, Tiles):
+            kernel._copy = copies.dequantized(i, self._copy)
         if product.rounding is not Rounding.NONE:
             rounded = copies.rounded(product.tokens, self._dtype, product.rounding)
             return kernel._multiply_rounded(rounded, None, epilogue, choice, False)
@@ -450,14 +458,17 @@ class QuantizedCudaLinear:
         choice = self._choices.get(place)
         if choice is None:
             self._uses.setdefault(epilogue.is_gated, epilogue)
-            rounding = self._own_rounding(num_tokens)
-            product = Product.of(num_tokens, self._stored, epilogue.is_gated, rounding)
+            product = self._product(num_tokens, epilogue.is_gated)
             if product is None:
                 choice = LIBRARY
             else:
                 choice = self._answers.get(product) or candidates(product)[0]
             self._choices[place] = choice
         return choice
+
+    def _product(self, num_tokens: int, is_gated: bool) -> Product | None:
+        rounding, has_copy = self._own_rounding(num_tokens), self._copy is not None
+        return Product.of(num_tokens, self._stored, is_gated, rounding, has_copy)
 
     def _multiply(
         self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, choice: Choice
@@ -485,6 +496,8 @@ class QuantizedCudaLinear:
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
         """W, until another weight is dequantized."""
+        if self._copy is not None:
+            return self._copy
         num_rows, size = self._stored.shape
         dense = _workspaces[self._stored.weight.device, dtype][: num_rows * size]
         dequantize(self._stored, dense.view(num_rows, size))
@@ -568,6 +581,7 @@ class Copies:
         self._stored = stored
         self.count = int(_MEASURED_BYTES // stored.weight.nbytes) + 2
         self._weights = {0: stored}
+        self._dequantized: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         self._rounded: dict[int, RoundedInputs] = {}
 
@@ -576,6 +590,13 @@ class Copies:
         if i not in self._weights:
             self._weights[i] = replace(self._stored, weight=self._stored.weight.clone())
         return self._weights[i]
+
+    def dequantized(self, i: int, copy: Tensor) -> Tensor:
+        """A copy of W that is dequantized, for the i-th product; the first one is `copy`."""
+        i %= int(_MEASURED_BYTES // copy.nbytes) + 2
+        if i not in self._dequantized:
+            self._dequantized[i] = copy.clone() if i else copy
+        return self._dequantized[i]
 
     def inputs(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
         """Random ones."""
@@ -603,11 +624,14 @@ def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
 
 
 def make_kernel(
-    form: QuantizedWeight, dtype: torch.dtype, is_chained: bool = False
+    form: QuantizedWeight,
+    dtype: torch.dtype,
+    is_chained: bool = False,
+    has_copy: bool = False,
 ) -> QuantizedCudaLinear | None:
     """None: no kernel here takes the form, the dtype or the device.
 
-    is_chained: see make_linear_kernel.
+    is_chained, has_copy: see QuantizedCudaLinear.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
         return None
@@ -615,4 +639,4 @@ def make_kernel(
     if stored is None:
         return None
     permutation = form.permutation if isinstance(form, GroupedInt) else None
-    return QuantizedCudaLinear(stored, permutation, dtype, is_chained)
+    return QuantizedCudaLinear(stored, permutation, dtype, is_chained, has_copy)

@@ -9,6 +9,7 @@ them is fastest on this card, for this shape, is measured when an engine starts 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -43,6 +44,8 @@ _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
 _FEWEST_TOKENS = 8  # of a tile
+_FEWEST_BY_COPY = 192  # tokens that a dequantized copy is multiplied by: fewer wait for its bytes
+_MANY_BY_COPY = 1024  # from here on by the rule: what tiles gain with any shape is within 4%
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
@@ -54,7 +57,11 @@ _COSTS = {
     (192, 128): (1.27, 8.0),
     (256, 128): (1.4, 13.0),
 }
+_SLOWED_TOKENS = 16_000  # beyond 256, with which steps would take twice as long: by their power
 _MOST_PERSISTENT = 4  # that are measured
+# Of products of bfloat16, on an H200: what they multiply and add in a microsecond, and read; and
+# microseconds of the launch. 37 products of 128 to 2,048 tokens take 6% more or less, on average.
+_DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 365e6, 4.2e6, 2.5
 _REGISTERS = 65536  # per SM
 _LEAST_REGISTERS = 40  # of a thread, beside sums
 
@@ -80,7 +87,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """In place of tiles: cuBLAS computes, with W dequantized, or with inputs rounded to FP8."""
+    """In place of tiles: what computes with other weights does, with W dequantized; or cuBLAS, with
+    inputs rounded to FP8."""
 
 
 Choice = (
@@ -101,6 +109,7 @@ class Product:
     has_zeros: bool
     is_gated: bool
     rounding: Rounding = Rounding.NONE
+    has_copy: bool = False  # whether W is at hand dequantized, too
 
     @classmethod
     def of(
@@ -109,6 +118,7 @@ class Product:
         stored: StoredWeight,
         is_gated: bool,
         rounding: Rounding = Rounding.NONE,
+        has_copy: bool = False,
     ) -> Product | None:
         """None: too many tokens for kernels that dequantize. With inputs rounded, more are computed
         as those of the last size."""
@@ -120,7 +130,7 @@ class Product:
         has_zeros = stored.zeros is not None
         return cls(
             *(tokens, num_rows, size, stored.format, stored.group, has_zeros),
-            *(is_gated, rounding),
+            *(is_gated, rounding, has_copy),
         )
 
 
@@ -135,17 +145,21 @@ def candidates(product: Product) -> tuple[Choice, ...]:
         return (_tiles_in_two(product),)
     if product.rounding is Rounding.INTEGERS:
         return tuple(_packed_choices(product))
-    found: list[Choice] = []
     packed = _packed_programs(product)
     if packed is not None:
         return (packed,)
+    found: list[Tiles] = []
     if product.tokens >= 128:
         found += _persistent_candidates(product)
     if product.tokens <= 512:
         found += _simple_candidates(product)
-    if product.tokens >= 1024 or not found:
-        found.append(LIBRARY)
-    return tuple(found)
+    reads_copy = product.has_copy and product.tokens >= _FEWEST_BY_COPY
+    if reads_copy and (
+        product.tokens >= _MANY_BY_COPY or _expected_of_copy(product) < _expected(product, found[0])
+    ):
+        return (LIBRARY, *found)
+    takes_library = reads_copy or product.tokens >= 1024 or not found
+    return (*found, LIBRARY) if takes_library else tuple(found)
 
 
 def _packed_programs(product: Product) -> PackedPrograms | None:
@@ -204,8 +218,16 @@ def _persistent_candidates(product: Product) -> list[Tiles]:
     return found[:_MOST_PERSISTENT]
 
 
+def _expected_of_copy(product: Product) -> float:
+    """About how many microseconds a product with the dequantized copy takes: arithmetic and reading
+    hide each other the less, the closer they are."""
+    weights = product.num_rows * product.size * (2 if product.is_gated else 1)
+    computing, reading = weights * product.tokens / _DENSE_PRODUCTS, 2 * weights / _DENSE_BYTES
+    return math.hypot(computing, reading) + _DENSE_LAUNCH
+
+
 def _expected(product: Product, tiles: Tiles) -> float:
-    """About how many microseconds a product takes."""
+    """About how many microseconds a product takes with tiles of the persistent kernel."""
     halves = 2 if product.is_gated else 1
     num_tiles = triton.cdiv(product.num_rows * halves, tiles.rows)
     num_tiles *= triton.cdiv(product.tokens, tiles.tokens)
@@ -213,7 +235,8 @@ def _expected(product: Product, tiles: Tiles) -> float:
     division = Division.of(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
     of_step, of_sharing = _COSTS[tiles.tokens, tiles.rows]
     steps = division.num_steps(num_tiles, num_blocks)
-    return steps * of_step + (of_sharing if division.num_shared else 0)
+    slowdown = 1 + max(0, product.tokens - 256) / _SLOWED_TOKENS
+    return slowdown * (steps * of_step + (of_sharing if division.num_shared else 0))
 
 
 def persistent_tiles(product: Product, tokens: int, rows: int, is_shared: bool) -> Tiles:

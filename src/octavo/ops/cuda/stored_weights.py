@@ -246,6 +246,13 @@ def _plane(words, plane, BITS: tl.constexpr):
     return tl.reshape(tl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
 
+def dequantized(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """W [out_features, in_features]."""
+    out = torch.empty(stored.shape, dtype=dtype, device=stored.weight.device)
+    dequantize(stored, out)
+    return out
+
+
 def dequantize(stored: StoredWeight, out: Tensor) -> None:
     """Write W to out [out_features, in_features]."""
     num_rows, size = stored.shape

@@ -88,7 +88,7 @@ class EngineLoop:
             dtype=config.dtype_for(engine.model_config.dtype),
             stored_quantization=None if config.quantization or stored is None else stored.method,
             load_quantization=config.quantization,
-            float12_bytes=engine.model_config.float12_bytes_of(capacity.num_ranks),
+            weight_copy_bytes=engine.model_config.copy_bytes_of(capacity.num_ranks),
             kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
             device=config.device,
             num_ranks=capacity.num_ranks,

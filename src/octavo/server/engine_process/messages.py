@@ -130,7 +130,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     dtype: str  # as configured, or that of the weights' files
     stored_quantization: str | None  # the method of the weights' files
     load_quantization: QuantizationName | None  # as configured, or what "auto" has chosen
-    float12_bytes: int  # of copies of weights in 12 bits, of all ranks; 0: there are none
+    weight_copy_bytes: int  # of copies of weights, of all ranks; 0: there are none
     kv_cache_dtype: str  # of cached keys and values
     device: str
     num_ranks: int  # devices that share the model

@@ -66,7 +66,7 @@ class Context:
         """Of what, beside a request, decides about its output."""
         info = self.client.info
         parts = (
-            *(__version__, info.model, info.dtype, info.quantization, info.float12_bytes),
+            *(__version__, info.model, info.dtype, info.quantization, info.weight_copy_bytes),
             *(info.device, str(info.num_ranks)),
         )
         return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"

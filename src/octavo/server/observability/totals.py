@@ -152,7 +152,7 @@ class EngineTotals(Collector):
         info = self._client.info
         names = (
             *("block_size", "num_blocks", "num_swap_blocks", "kv_groups"),
-            *("enable_prefix_caching", "policy", "dtype", "quantization", "float12_bytes"),
+            *("enable_prefix_caching", "policy", "dtype", "quantization", "weight_copy_bytes"),
             *("kv_cache_dtype", "device", "max_model_len"),
         )
         family = InfoMetricFamily("octavo_cache_config", "The KV cache.", labels=LABELS)
