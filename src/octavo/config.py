@@ -221,16 +221,19 @@ class EngineConfig:
     next-token distributions are from those of the weights in the files, which takes a second
     reading of them."""
     weight_copies: bool = True
-    """On a Hopper GPU a model has copies of weights: of its head, of projections and then of
-    experts, in as many layers as there is memory for beside a KV cache of `max_num_seqs` sequences
-    of 1,024 tokens; they may take an eighth of the memory beside the weights in any case. A size of
-    the KV cache that is asked for, and a `max_model_len`, come first. Other devices have none.
+    """On a Hopper GPU a model has copies of weights, in as many layers as there is memory for
+    beside a KV cache of `max_num_seqs` sequences of 1,024 tokens. A size of the KV cache that is
+    asked for, and a `max_model_len`, come first. Other devices have none.
 
-    Those of weights in bfloat16 have 12 bits. Few tokens are multiplied by them, because they have
-    three quarters of the bytes to read. Weights of at least 2^-14 of their row's largest are the
-    same in them; smaller ones are off by 2^-22 of that at most. Those of projections that kernels
-    would unpack for each product, as integers of 4 bits, are dequantized: many tokens are
-    multiplied by them."""
+    Of weights in bfloat16 (the head's, projections', and then experts') they have 12 bits. Few
+    tokens are multiplied by them, because they have three quarters of the bytes to read. Weights of
+    at least 2^-14 of their row's largest are the same in them; smaller ones are off by 2^-22 of
+    that at most. They may take an eighth of the memory beside the weights in any case.
+
+    Quantized projections that kernels convert for each product (integers, and FP8 whose inputs are
+    not rounded) have copies in the model's dtype, bfloat16 or float16, which many tokens are
+    multiplied by; they may take that eighth if it is enough for all layers. Each weight is rounded
+    to the dtype in them, as with more than 2,048 tokens in any case."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

@@ -37,7 +37,8 @@ from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
-# Of the room beside the weights, what copies of them may take in any case; what a KV cache of
+# Of the room beside the weights, what copies of them may take in any case, unless they are
+# dequantized and would be those of some layers only: these gain little. What a KV cache of
 # `max_num_seqs` sequences of CONTEXT tokens leaves, they may take, too.
 COPIES_SHARE = 0.125
 LATER = 2 << 30  # bytes for what is measured once copies are made: CUDA graphs and workspaces
@@ -192,8 +193,12 @@ def with_copies(
         for of_experts in (False, True)
         for layer in shard.copyable
     ]
-    taken = accumulate(sizes, initial=shard.head.copy_bytes)
-    most = _most_copies(config, shard, dtype, total - weights)
+    taken = list(accumulate(sizes, initial=shard.head.copy_bytes))
+    room = total - weights
+    share = COPIES_SHARE * room
+    if shard.copy_form == "dequantized" and taken[-1] > share:
+        share = shard.head.copy_bytes
+    most = _most_copies(config, shard, dtype, room, share)
     fitting = sum(size <= most for size in taken) - 1
     if fitting < 0:
         return model_config
@@ -201,8 +206,11 @@ def with_copies(
     return model_config.with_copies(num_layers, fitting - num_layers, of_head)
 
 
-def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int) -> float:
-    """How many bytes of the room beside its weights a device has to spare for copies.
+def _most_copies(
+    config: EngineConfig, shard: ModelConfig, dtype: str, room: int, share: float
+) -> float:
+    """How many bytes of the room beside its weights a device has to spare for copies: `share` in
+    any case.
 
     What is asked for by name, a KV cache of some size or a longest sequence, comes first.
     """
@@ -218,7 +226,7 @@ def _most_copies(config: EngineConfig, shard: ModelConfig, dtype: str, room: int
         wanted = scheduler.max_num_seqs * shape.held_bytes(min(CONTEXT, shard.max_model_len))
     activations = estimate_activations(shard, scheduler, DTYPE_BYTES[dtype])
     room_beside = room - activations - LATER
-    return min(room_beside - asked, max(COPIES_SHARE * room, room_beside - wanted))
+    return min(room_beside - asked, max(share, room_beside - wanted))
 
 
 def _kv_shape(config: EngineConfig, shard: ModelConfig, dtype: str) -> KVShape:

@@ -214,7 +214,7 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
     rows = 128_256 + 32 * (6144 + 4096 + 2 * 14336 + 4096)
     weights = 128_256 * 4096 + 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
     size = 3 * weights // 2 + 4 * rows
-    assert (copied["copy_bytes"], plain["copy_bytes"]) == (size, 0)
+    assert (copied["weight_copy_bytes"], plain["weight_copy_bytes"]) == (size, 0)
     assert copied["budget"]["weights"] == plain["budget"]["weights"] + size
     assert copied["kv_slots"] < plain["kv_slots"]
     rates = [each["forms"][0]["tokens_per_second"] for each in (copied, plain)]
@@ -225,6 +225,6 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
         text = " ".join(octavo("memory", LLAMA_8B, "--gpu", "h200", option).stdout.split())
         assert (line in text) == is_there
     for others in (("--gpu", "a100-80gb"), ("--gpu", "h200", "--dtype", "float16")):
-        assert values(*others)["copy_bytes"] == 0
+        assert values(*others)["weight_copy_bytes"] == 0
     on_this_cpu = octavo("memory", LLAMA_8B.with_name("qwen3-0.6b"), "--json")
-    assert json.loads(on_this_cpu.stdout)["copy_bytes"] == 0
+    assert json.loads(on_this_cpu.stdout)["weight_copy_bytes"] == 0

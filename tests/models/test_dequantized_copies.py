@@ -75,8 +75,9 @@ def test_which_forms_have_them(quantization: Quantization | None, form: str | No
     [
         ({}, "bfloat16", 126 * GB, "hopper", 32),  # 14 GB, beside 34 GB of KV
         ({"max_num_seqs": 1024}, "bfloat16", 126 * GB, "hopper", 32),  # of 15 GB, an eighth
-        ({"max_num_seqs": 1024}, "bfloat16", 70 * GB, "hopper", 16),  # of 8 GB
-        ({"max_num_seqs": 1024}, "float16", 70 * GB, "hopper", 18),  # whose head has none
+        ({"max_num_seqs": 1024}, "bfloat16", 122 * GB, "hopper", 0),  # of 14.5 GB: no head's beside
+        ({"max_num_seqs": 1024}, "float16", 122 * GB, "hopper", 32),  # whose head has none
+        ({}, "bfloat16", 50 * GB, "hopper", 14),  # beside 34 GB of KV
         ({}, "float32", 126 * GB, "hopper", None),
         ({}, "bfloat16", 126 * GB, "ampere", None),
         ({"weight_copies": False}, "bfloat16", 126 * GB, "hopper", None),

@@ -25,7 +25,6 @@ from octavo.ops.cuda import (
     linear_hopper_packed,
     linear_quantized,
     linear_ring,
-    quantized_tiles,
     stored_weights,
 )
 from octavo.ops.cuda import norm as cuda_norm
@@ -523,7 +522,6 @@ def test_many_tokens_are_multiplied_by_a_dequantized_copy(
     assert kernel._copy is not None
     assert kernel._copy.dtype == torch.bfloat16
     assert relative(kernel._copy, form.dequantize()) < 4e-3  # the interpreter cuts off bits
-    monkeypatch.setattr(quantized_tiles, "_DENSE_LAUNCH", 0.0)
     launched: list[int] = []
 
     def note(x: Tensor, *args: Any, **options: Any) -> None:
@@ -563,7 +561,8 @@ def test_which_products_read_a_dequantized_copy() -> None:
         for tokens in SIZES:
             product = Product(tokens, num_rows, size, INT4, 128, False, is_gated)
             assert candidates(product)[0] != LIBRARY
-            first = candidates(replace(product, has_copy=True))[0]
+            has_copy = tokens >= 192
+            first = candidates(replace(product, has_copy=has_copy))[0]
             assert (first == LIBRARY) == (tokens in by_copy), (num_rows, size, tokens)
 
 
@@ -582,15 +581,17 @@ def test_rows_that_are_not_finite_spoil_no_others(hopper: torch.device, name: st
         assert torch.equal(spoiled[others], clean[others])
 
 
-def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_inputs_may_stand_in_another_order(hopper: torch.device, has_copy: bool) -> None:
     weight = torch.randn(128, 256, device=hopper)
     permutation = torch.randperm(256, device=hopper)
     plain = GroupedInt.quantize(weight, 4, 128)
     form = GroupedInt.from_values(plain.values(), plain.scales, None, 4, permutation)
-    kernel = make_kernel(form, torch.bfloat16)
+    dtype = torch.float16 if has_copy else torch.bfloat16
+    kernel = make_kernel(form, dtype, has_copy=has_copy)
     assert kernel is not None
-    for num_tokens in (1, 20, 300):
-        x = inputs(num_tokens, 256, torch.bfloat16, hopper)
+    for num_tokens in (300,) if has_copy else (1, 20, 300):
+        x = inputs(num_tokens, 256, dtype, hopper)
         wanted = x.float() @ form.dequantize().t()
         assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
         parts = kernel.apply_partial(x, None)
@@ -702,6 +703,14 @@ def test_which_inputs_are_rounded_in_parts() -> None:
         assert kernel.part_rounding(few) is of_few
         assert kernel.part_rounding(many) is of_many
         assert kernel.rounds_results(few, Epilogue.NONE, of_few) is (of_few is Rounding.IN_TWO)
+
+
+def test_rounded_inputs_have_no_use_for_a_copy(hopper: torch.device) -> None:
+    form = ScaledFloat8.quantize(torch.randn(64, 256, device=hopper), (1, 256), True)
+    for dtype, has_copy in ((torch.bfloat16, False), (torch.float16, True)):
+        kernel = make_kernel(form, dtype, has_copy=True)
+        assert kernel is not None
+        assert (kernel._copy is not None) == has_copy
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])

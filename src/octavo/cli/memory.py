@@ -357,7 +357,7 @@ class Budget:
             "parameters": self._model_config.num_parameters(),
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
-            "copy_bytes": self._copy_bytes,
+            "weight_copy_bytes": self._copy_bytes,
             "dtype": self._dtype,
             "dequantized": self.note,
             "kv_cache_dtype": self._kv_dtype,

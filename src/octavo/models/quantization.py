@@ -108,8 +108,8 @@ class Quantization:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether a GPU multiplies 16 bits by such weights, which it unpacks for each product:
-        where arithmetic bounds that, weights of 16 bits take less time."""
+        """Whether products convert such weights to 16 bits each time. Where arithmetic bounds a
+        product, weights of 16 bits take less time."""
         return self.form == "int" or (self.form == "float8" and not self.quantizes_inputs)
 
     def kept_by(self, kernels: WeightKernels) -> KeptParts:

@@ -92,7 +92,7 @@ def pack_float12(weight: Tensor) -> Float12Weight:
 
 
 def _launch_packing(weight: Tensor, scales: Tensor, words: Tensor) -> None:
-    assert weight.stride(1) == 1
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     num_groups, num_pieces, _ = words.shape
     grid = (num_groups, triton.cdiv(num_pieces, _PIECES_AT_ONCE))
     _pack_kernel[grid](

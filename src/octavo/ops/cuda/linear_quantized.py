@@ -10,7 +10,7 @@ they are more than a few: with a scale for each token, for each 512 inputs where
 up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise W is dequantized
 into a workspace first, and computed with as any other weight: that costs as much as writing it, and
 the product with many tokens costs more. Where there is memory for a dequantized copy of W, nothing
-has to be written, and from some 150 tokens on products may read the copy.
+has to be written, and with more than 128 tokens products may read the copy.
 """
 
 from __future__ import annotations
@@ -261,7 +261,6 @@ class QuantizedCudaLinear:
             has_copy: see `dequantized_copy` of make_quantized_kernel.
         """
         self._stored = stored
-        self._copy = dequantized(stored, dtype) if has_copy else None
         self._permutation = permutation
         self._dtype = dtype
         self._uses: dict[bool, Epilogue] = {}  # by whether they are gated
@@ -274,6 +273,9 @@ class QuantizedCudaLinear:
             self._rounding = Rounding.GROUPS
         elif stored.quantizes_inputs and is_served:
             self._rounding = Rounding.TOKENS
+        # Of inputs that are rounded, many are multiplied by W as it is.
+        is_copied = has_copy and self._rounding is Rounding.NONE
+        self._copy = dequantized(stored, dtype) if is_copied else None
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
@@ -420,7 +422,7 @@ class QuantizedCudaLinear:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
         kernel._stored = copies.weight(i)
-        if self._copy is not None and not isinstance(choice, Tiles):
+        if self._copy is not None and choice == LIBRARY:
             kernel._copy = copies.dequantized(i, self._copy)
         if product.rounding is not Rounding.NONE:
             rounded = copies.rounded(product.tokens, self._dtype, product.rounding)

@@ -44,8 +44,9 @@ _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
 _FEWEST_TOKENS = 8  # of a tile
-_FEWEST_BY_COPY = 192  # tokens that a dequantized copy is multiplied by: fewer wait for its bytes
-_MANY_BY_COPY = 1024  # from here on by the rule: what tiles gain with any shape is within 4%
+# Places in SIZES, of products that may read a dequantized copy (with fewer tokens they are bound by
+# its bytes), and that do so by the rule, because tiles gain 4% at most with any shape.
+_FEWEST_BY_COPY, _MANY_BY_COPY = 192, 1024
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
@@ -57,10 +58,11 @@ _COSTS = {
     (192, 128): (1.27, 8.0),
     (256, 128): (1.4, 13.0),
 }
-_SLOWED_TOKENS = 16_000  # beyond 256, with which steps would take twice as long: by their power
+_SLOWED_TOKENS = 16_000  # beyond 256, with which the power limit would make steps twice as long
 _MOST_PERSISTENT = 4  # that are measured
-# Of products of bfloat16, on an H200: what they multiply and add in a microsecond, and read; and
-# microseconds of the launch. 37 products of 128 to 2,048 tokens take 6% more or less, on average.
+# Of products of bfloat16, on an H200: how many weights they multiply by inputs in a microsecond,
+# how many bytes they read, and microseconds of the launch. 37 products of 128 to 2,048 tokens take
+# 6% more or less, on average. The rule was compared with int4's tiles, in groups of 128, alone.
 _DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 365e6, 4.2e6, 2.5
 _REGISTERS = 65536  # per SM
 _LEAST_REGISTERS = 40  # of a thread, beside sums
@@ -87,8 +89,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """In place of tiles: what computes with other weights does, with W dequantized; or cuBLAS, with
-    inputs rounded to FP8."""
+    """In place of tiles: W is dequantized, and computed with as a weight that is not quantized; or
+    inputs are rounded to FP8, and cuBLAS computes."""
 
 
 Choice = (
@@ -109,7 +111,7 @@ class Product:
     has_zeros: bool
     is_gated: bool
     rounding: Rounding = Rounding.NONE
-    has_copy: bool = False  # whether W is at hand dequantized, too
+    has_copy: bool = False  # whether it may be computed with a dequantized copy of W
 
     @classmethod
     def of(
@@ -128,6 +130,7 @@ class Product:
         num_rows, size = stored.shape
         num_rows //= 2 if is_gated else 1
         has_zeros = stored.zeros is not None
+        has_copy = has_copy and tokens >= _FEWEST_BY_COPY and rounding is Rounding.NONE
         return cls(
             *(tokens, num_rows, size, stored.format, stored.group, has_zeros),
             *(is_gated, rounding, has_copy),
@@ -153,12 +156,11 @@ def candidates(product: Product) -> tuple[Choice, ...]:
         found += _persistent_candidates(product)
     if product.tokens <= 512:
         found += _simple_candidates(product)
-    reads_copy = product.has_copy and product.tokens >= _FEWEST_BY_COPY
-    if reads_copy and (
+    if product.has_copy and (
         product.tokens >= _MANY_BY_COPY or _expected_of_copy(product) < _expected(product, found[0])
     ):
         return (LIBRARY, *found)
-    takes_library = reads_copy or product.tokens >= 1024 or not found
+    takes_library = product.has_copy or product.tokens >= 1024 or not found
     return (*found, LIBRARY) if takes_library else tuple(found)
 
 
@@ -220,7 +222,7 @@ def _persistent_candidates(product: Product) -> list[Tiles]:
 
 def _expected_of_copy(product: Product) -> float:
     """About how many microseconds a product with the dequantized copy takes: arithmetic and reading
-    hide each other the less, the closer they are."""
+    overlap least when they take equally long."""
     weights = product.num_rows * product.size * (2 if product.is_gated else 1)
     computing, reading = weights * product.tokens / _DENSE_PRODUCTS, 2 * weights / _DENSE_BYTES
     return math.hypot(computing, reading) + _DENSE_LAUNCH

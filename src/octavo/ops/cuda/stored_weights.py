@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -247,14 +248,18 @@ def _plane(words, plane, BITS: tl.constexpr):
 
 
 def dequantized(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """W [out_features, in_features]."""
+    """W [out_features, in_features], of one that may have been made just now."""
     out = torch.empty(stored.shape, dtype=dtype, device=stored.weight.device)
-    dequantize(stored, out)
+    dequantize(stored, out, {"PDL": False})
     return out
 
 
-def dequantize(stored: StoredWeight, out: Tensor) -> None:
-    """Write W to out [out_features, in_features]."""
+def dequantize(stored: StoredWeight, out: Tensor, options: dict[str, Any] | None = None) -> None:
+    """Write W to out [out_features, in_features].
+
+    options: of the launch; None: those of a kernel that does not write W coming before it.
+    """
+    options = launch_options(out.device) if options is None else options
     num_rows, size = stored.shape
     num_blocks = triton.cdiv(size, BLOCK)
     if stored.format == FLOAT8:
@@ -270,7 +275,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
             stored.group or size + columns,
             ROWS=rows,
             BLOCK=columns,
-            **launch_options(out.device),
+            **options,
         )
         return
     rows = 32
@@ -287,5 +292,5 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
         HAS_ZEROS=stored.zeros is not None,
         ONE_GROUP=stored.group == 0 or stored.group >= BLOCK,
         ROWS=rows,
-        **launch_options(out.device),
+        **options,
     )
