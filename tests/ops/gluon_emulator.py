@@ -13,7 +13,6 @@ then the next one begins.
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 from collections import Counter
@@ -24,7 +23,9 @@ from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from ptx_emulator import Words, carry_out
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -70,7 +71,7 @@ class Block(Tensor):
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if type(result) is Tensor:
-            return block(result)
+            return result.as_subclass(Block)
         if type(result) in (tuple, list):
             return type(result)(block(each) if type(each) is Tensor else each for each in result)
         return result
@@ -394,7 +395,8 @@ class Polls:
 
     def found(self, pointer: Pointer, values: Tensor) -> None:
         """After a nap. As octets, because NaN is never equal to itself."""
-        place, octets = self._place(pointer), values.clone().flatten().view(torch.uint8)
+        place = self._place(pointer)
+        octets = values.as_subclass(Tensor).clone().flatten().view(torch.uint8)
         last = self._last.get(place)
         if last is None or not torch.equal(octets, last):
             self._last[place] = octets
@@ -404,7 +406,10 @@ class Polls:
 
     @staticmethod
     def _place(pointer: Pointer) -> tuple[int, int]:
-        return pointer.memory.data_ptr(), int(torch.as_tensor(pointer.offset).flatten()[0])
+        offset = pointer.offset
+        if isinstance(offset, Tensor):
+            offset = offset.as_subclass(Tensor).flatten()[0]
+        return pointer.memory.data_ptr(), int(offset)
 
 
 def _let_others_run(halts: threading.Event, polls: Polls, pointer: Pointer) -> None:
@@ -497,9 +502,8 @@ def _partitions(
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    """PTX of 32-bit registers: mov, shifts, and, xor, mad, prmt, lop3, and operations on
-    two 16-bit numbers; or a prefetch, which has no result; or `atom.inc` of a number in memory by
-    the first lane. `pack` neighbouring words of each argument have a register each, and
+    """What ptx_emulator.py knows; or a prefetch, which has no result; or `atom.inc` of a number in
+    memory by the first lane. `pack` neighbouring words of each argument have a register each, and
     so many elements share one of the results."""
     if "prefetch" in text:
         for each in args:
@@ -520,82 +524,17 @@ def _assembly(
         return one
     num = len(dtype)
     assert pack * dtype[0].itemsize == 4
-    registers: dict[str, Tensor] = {}
+    registers: dict[str, Words] = {}
     for words in args:
         assert words.dtype == torch.int32
-        wide = words.as_subclass(Tensor).to(torch.int64) & 0xFFFFFFFF
+        numbers = words.as_subclass(Tensor).numpy().view(np.uint32)
         for i in range(pack):
-            registers[f"${num + len(registers)}"] = wide[..., i::pack]
+            registers[f"${num + len(registers)}"] = numbers[..., i::pack]
     assert len(constraints.split(",")) == num + len(registers)
-
-    def value(name: str) -> Any:
-        """A register, or a plain number, with which torch computes faster than with a tensor."""
-        return registers[name] if name in registers else int(name, 0)
-
-    def as_register(number: Any) -> Tensor:
-        if isinstance(number, Tensor):
-            return number
-        return torch.full_like(registers[f"${num}"], number)
-
-    for line in re.sub(r"[{}]", "", text).split(";"):
-        if not line.strip() or ".reg" in line:
-            continue
-        operation, operands = line.split(maxsplit=1)
-        target, *names = [each.strip() for each in operands.split(",")]
-        sources = [value(each) for each in names]
-        if operation == "mov.b32":
-            result = sources[0]
-        elif operation == "shr.u32":
-            result = sources[0] >> sources[1]
-        elif operation == "shl.b32":
-            result = (sources[0] << sources[1]) & 0xFFFFFFFF
-        elif operation == "shf.l.wrap.b32":
-            shift = sources[2] & 31
-            result = ((sources[1] << shift) & 0xFFFFFFFF) | (sources[0] >> (32 - shift))
-        elif operation == "and.b32":
-            result = sources[0] & sources[1]
-        elif operation == "mad.lo.u32":
-            result = (sources[0] * sources[1] + sources[2]) & 0xFFFFFFFF
-        elif operation == "prmt.b32":
-            octets = sources[0] | (sources[1] << 32)
-            result = 0
-            for i in range(4):
-                selected = (sources[2] >> (4 * i)) & 15
-                assert torch.as_tensor(selected < 8).all(), "signs are not replicated"
-                result = result | (((octets >> (8 * selected)) & 255) << (8 * i))
-        elif operation == "lop3.b32":
-            result = 0
-            a, b, c = [(each ^ 0xFFFFFFFF, each) for each in sources[:3]]
-            for bits in range(8):  # of the three sources, for which the table has a 1
-                if int(names[3], 0) >> bits & 1:
-                    result = result | (a[bits >> 2] & b[bits >> 1 & 1] & c[bits & 1])
-        elif operation == "xor.b32":
-            result = sources[0] ^ sources[1]
-        else:
-            name, _, kind = operation.partition(".")
-            assert kind.removeprefix("rn.") in ("bf16x2", "f16x2"), operation
-            combine = {"sub": torch.sub, "mul": torch.mul}[name]
-            pairs = [_halves(as_register(each), dtype[0]) for each in sources]
-            result = _joined(combine(*pairs))
-        registers[target] = as_register(result)
-    return tuple(block(_elements(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
-
-
-def _elements(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """32 of 64 bits -> the numbers that share them, the lowest bits first, in a new last
-    dimension."""
-    if dtype.itemsize == 2:
-        return _halves(words, dtype)
-    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))[..., :4]
-    return octets.contiguous().view(dtype)
-
-
-def _halves(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """32 of 64 bits -> two numbers of 16 bits, the low half first, in a new last dimension."""
-    pairs = words.contiguous().view(torch.uint16).unflatten(-1, (-1, 4))[..., :2]
-    return pairs.contiguous().view(dtype)
-
-
-def _joined(halves: Tensor) -> Tensor:
-    bits = halves.contiguous().view(torch.uint16).to(torch.int64)
-    return bits[..., 0] | (bits[..., 1] << 16)
+    shape = registers[f"${num}"].shape
+    carry_out(text, registers)
+    results = (np.broadcast_to(registers[f"${i}"], shape).copy() for i in range(num))
+    return tuple(
+        block(torch.from_numpy(each.view(np.int32)).view(kind))
+        for each, kind in zip(results, dtype, strict=True)
+    )
