@@ -61,15 +61,21 @@ def test_the_same_tokens_from_ranks_on_two_nodes(cluster: Any) -> None:
     assert not ranks_here()
 
 
+def check_a_breakdown(llm: LLM, who: str, number: int, kind: type[Exception], text: str) -> None:
+    assert llm.engine.executor.capacity.num_ranks == 2
+    ranks = llm.engine.executor._ranks._ranks
+    assert len({str(each).split("(")[-1] for each in ranks}) == 2  # on two nodes
+    deltas = llm.stream([3, 4, 5], replace(GREEDY, max_tokens=400))
+    next(deltas)
+    os.kill(ranks[1].pid if who == "rank" else parent_of(ranks[1].pid), number)
+    with pytest.raises(kind, match=text):
+        list(deltas)
+    assert_gone(ranks_here())
+
+
 @pytest.mark.parametrize(
     ("who", "number", "kind", "text"),
     [
-        (
-            "rank",
-            signal.SIGKILL,
-            ProcessKilled,
-            r"on node .*: it was ended by signal 9 \(SIGKILL\)",
-        ),
         ("home", signal.SIGKILL, ProcessKilled, r"on node .*: its node, or Ray's process there,"),
         pytest.param(  # that ranks without Ray are waited for so long is seen in test_sharded.py
             *("rank", signal.SIGSTOP, EngineFailed),
@@ -82,19 +88,12 @@ def test_a_rank_that_breaks_down_ends_the_engine(
     cluster: Any, who: str, number: int, kind: type[Exception], text: str
 ) -> None:
     with make(cluster, rank_timeout=4.0) as llm:
-        assert llm.engine.executor.capacity.num_ranks == 2
-        ranks = llm.engine.executor._ranks._ranks
-        assert len({str(each).split("(")[-1] for each in ranks}) == 2  # on two nodes
-        deltas = llm.stream([3, 4, 5], replace(GREEDY, max_tokens=400))
-        next(deltas)
-        os.kill(ranks[1].pid if who == "rank" else parent_of(ranks[1].pid), number)
-        with pytest.raises(kind, match=text):
-            list(deltas)
-        assert_gone(ranks_here())
+        check_a_breakdown(llm, who, number, kind, text)
 
 
 def test_ranks_end_with_an_engine_that_is_killed(cluster: Any) -> None:
-    """Though one of them does not run; and their places are free again."""
+    """Though one of them does not run; and their places are free again, for an engine that ends
+    when one of its ranks is killed."""
     program = f"""
 from octavo import LLM
 llm = LLM({str(model_zoo.model_directory("llama3"))!r}, **{OPTIONS!r}, **{options_for(cluster)!r})
@@ -110,8 +109,10 @@ input()
         os.kill(min(pids), signal.SIGSTOP)
         parent.kill()
     assert_gone(pids)
-    with make(cluster) as llm:
+    with make(cluster, rank_timeout=4.0) as llm:
         llm.generate([[3, 4, 5]], replace(GREEDY, max_tokens=3), use_tqdm=False)
+        text = r"on node .*: it was ended by signal 9 \(SIGKILL\)"
+        check_a_breakdown(llm, "rank", signal.SIGKILL, ProcessKilled, text)
 
 
 @pytest.mark.slow  # each attempt connects to the cluster; test_ray_options.py has the rules

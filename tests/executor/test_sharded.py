@@ -60,7 +60,14 @@ def say(model: Path, **options: Any) -> tuple[list[Any], dict[str, int], int]:
         return said, dict(llm.engine.scheduler.num_preemptions), num_cached
 
 
-@pytest.mark.parametrize(("size", "mode", "overlap"), [(2, "swap", True), (3, "recompute", False)])
+@pytest.mark.parametrize(
+    ("size", "mode", "overlap"),
+    [
+        (2, "swap", True),
+        # Three ranks, and steps that do not overlap, are also those of tests/parallel.
+        pytest.param(3, "recompute", False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_tokens(size: int, mode: str, overlap: bool, tmp_path: Path) -> None:
     model = model_zoo.model_directory("llama3") if size == 2 else three_heads(tmp_path)
     options = {"num_blocks": 60, "preemption_mode": mode}

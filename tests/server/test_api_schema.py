@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import hypothesis
+import pytest
 import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -26,7 +27,6 @@ CHECKS = [
     checks.negative_data_rejection,
 ]
 MAX_TOKENS = 4  # longer outputs take time and tell nothing more
-NUM_EXAMPLES = 8  # of each endpoint, good and bad
 
 
 def keep_short(body: Any) -> None:
@@ -88,7 +88,9 @@ def test_every_program_of_the_description_works(server: LiveServer) -> None:
                 time.sleep(0.05)
 
 
-def test_no_request_breaks_the_server(server: LiveServer) -> None:
+# Of each endpoint, good and bad.
+@pytest.mark.parametrize("num_examples", [4, pytest.param(24, marks=pytest.mark.slow)])
+def test_no_request_breaks_the_server(server: LiveServer, num_examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     names = []
     for result in schema.get_all_operations():
@@ -101,7 +103,7 @@ def test_no_request_breaks_the_server(server: LiveServer) -> None:
                 continue  # it would restart the engine again and again; see test_draining.py
 
             @hypothesis.settings(
-                max_examples=NUM_EXAMPLES,
+                max_examples=num_examples,
                 deadline=None,
                 derandomize=True,
                 database=None,

@@ -17,7 +17,7 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning, Requests
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
-from processes import engines
+from processes import assert_gone, engines
 from server.clients import assert_nothing_is_held, complete, run, symbolic_client
 from server.live_server import LiveServer, live_server
 from server.test_replicas import THREE, TWO, kill, load_of_requests, until_busy
@@ -25,6 +25,7 @@ from server.test_replicas_live import texts
 
 # Texts are compared that may come from several batches; see test_replicas_live.py.
 EXACT = ("--dtype", "float32")
+NUM_STREAMS = 6  # one of each kind
 ADMIN = {"authorization": "Bearer admin-key-1234"}
 USER = {"authorization": "Bearer user-key-1234"}
 
@@ -205,12 +206,13 @@ def test_over_http(server: LiveServer) -> None:
     state = server.get("/admin/drain", **ADMIN).json()
     assert [each["pid"] in before for each in state["replicas"]] == [True, True]
     restarts = [each["num_restarts"] for each in state["replicas"]]
-    with ThreadPoolExecutor(8) as pool:
-        expected = [*pool.map(lambda number: texts(server, number), range(8))]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        expected = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]
         reply = server.post("/admin/drain", {"replica": "all"}, **ADMIN)
         assert (reply.status_code, reply.json()["is_draining"]) == (202, True)
         while server.get("/admin/drain", **ADMIN).json()["is_draining"]:
-            assert [*pool.map(lambda number: texts(server, number), range(8))] == expected
+            found = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]
+            assert found == expected
             assert server.get("/health").status_code == 200
             time.sleep(1.0)  # without rest, streams leave few cores no time to start an engine
     state = server.get("/admin/drain", **ADMIN).json()
@@ -252,6 +254,27 @@ def test_bad_orders(server: LiveServer) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, where), reply.text
 
 
+def test_closing_in_the_middle_of_a_rolling_restart() -> None:
+    """As SIGTERM does; nobody waits for what was open."""
+
+    async def test() -> None:
+        async with symbolic_client("step=0.002", replication=TWO) as client:
+            load = [asyncio.create_task(complete(client, [i], 2000, i)) for i in range(8)]
+            await until_busy(client.replicas[0])
+            client.drainer.begin(DrainOrder([0, 1]))
+            while client.replicas[0].state != "restarting":
+                await asyncio.sleep(0.001)
+            pids = [replica.pid for replica in client.replicas if replica.pid is not None]
+            assert pids
+        assert not client.drainer.is_running
+        ends = await asyncio.gather(*load, return_exceptions=True)
+        assert all(isinstance(end, BaseException) for end in ends)
+        assert_gone(pids)
+
+    run(test())
+
+
+@pytest.mark.slow  # a server of its own; by day, the client is closed in the middle of one
 def test_sigterm_in_the_middle_of_a_rolling_restart() -> None:
     with live_server("--replicas", "2", *EXACT) as running:
         assert running.post("/admin/drain", {"replica": "all"}).status_code == 202
@@ -260,9 +283,9 @@ def test_sigterm_in_the_middle_of_a_rolling_restart() -> None:
 
 
 def test_an_engine_killed_during_a_rolling_restart(server: LiveServer) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        expected = [*pool.map(lambda number: texts(server, number), range(8))]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        expected = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]
         assert server.post("/admin/drain", {"replica": 0}, **ADMIN).status_code == 202
-        streams = [pool.submit(texts, server, number) for number in range(8)]
+        streams = [pool.submit(texts, server, number) for number in range(NUM_STREAMS)]
         os.kill(engines(server.process.pid)[-1], signal.SIGKILL)
         assert [stream.result() for stream in streams] == expected

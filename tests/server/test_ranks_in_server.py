@@ -27,7 +27,7 @@ def server() -> Iterator[LiveServer]:
 
 def say(server: LiveServer, number: int) -> str:
     """One stream's text: greedy, or drawn with a seed."""
-    fields = {"max_tokens": 200, "ignore_eos": True, "temperature": number % 2, "seed": number}
+    fields = {"max_tokens": 120, "ignore_eos": True, "temperature": number % 2, "seed": number}
     return server.complete([number + 5] * 9, **fields)["choices"][0]["text"]
 
 
