@@ -39,14 +39,14 @@ def run_workloads(
     return workloads
 
 
-@batches(5, 8)
+@batches(3, 8)
 def test_random_workloads(batch: int) -> None:
     workloads = run_workloads(range(50 * batch, 50 * (batch + 1)))
     assert sum(workload.num_forks for workload in workloads) > 100
     assert sum(workload.num_tail_hits for workload in workloads) > 5
 
 
-@batches(3, 4)
+@batches(2, 4)
 def test_random_workloads_with_an_encoder(batch: int) -> None:
     num_encoded = num_hits = num_evicted = 0
     num_preempted = {"swap": 0, "recompute": 0}
@@ -62,7 +62,7 @@ def test_random_workloads_with_an_encoder(batch: int) -> None:
     assert min(num_preempted.values()) > 0
 
 
-@batches(3, 4)
+@batches(2, 4)
 def test_what_goes_wrong_ends_alone(batch: int) -> None:
     """Among prompts that cannot be computed the others get what they would get without them."""
     num_failed = 0
