@@ -137,7 +137,10 @@ def test_a_rounded_result_is_the_result_rounded(
     device: torch.device, rounding: Rounding, is_rms: bool, num_parts: int
 ) -> None:
     """To the last bit, whatever rounds it, and in rows that are not finite, too."""
-    for size in (128 if rounding is Rounding.INTEGERS else 112, 640, 4096):
+    sizes = [128 if rounding is Rounding.INTEGERS else 112, 640]
+    if device.type == "cuda":  # a row is one block, whose size is nothing new to the interpreter
+        sizes.append(4096)
+    for size in sizes:
         weight, bias = torch.randn(2, size, device=device).bfloat16()
         affine = Affine(weight, None if is_rms else bias)
         x, residual = torch.randn(2, 7, size, device=device).bfloat16()

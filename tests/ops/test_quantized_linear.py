@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from gluon_emulator import Descriptor, Emulated, run
 from test_quantized_forms import FORMS
 from torch import Tensor
@@ -52,6 +54,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
 TOLERANCE = 8e-3  # of 16-bit inputs, dequantized weights, gates and results
 SERVED = [name for name in FORMS if name != "mxfloat4"]
+EPILOGUES = [Epilogue.NONE, Epilogue.SILU_MUL]
 
 
 @pytest.fixture
@@ -81,6 +84,20 @@ def rings(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device
     """The device, whose rings take few rows, too."""
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
     return hopper
+
+
+def checkered(ones: Iterable[object], others: Iterable[object]) -> list[ParameterSet]:
+    """Pairs of both, as the fields of a chess board: those that are white by day, so that each of
+    one kind comes beside half of the other kind; and the black ones by night."""
+
+    def values(given: object) -> tuple[object, ...]:
+        return given if isinstance(given, tuple) else (given,)
+
+    return [
+        pytest.param(*values(one), *values(other), marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, one in enumerate(ones)
+        for j, other in enumerate(others)
+    ]
 
 
 def made(name: str, num_rows: int, size: int, device: torch.device) -> QuantizedWeight:
@@ -152,18 +169,21 @@ def test_any_number_of_tokens(
         assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("block", [(1, 1168), (512, 1168), (128, 128), (64, 256)])
+@pytest.mark.parametrize(
+    ("rows_of_block", "columns_of_block", "epilogue"),
+    checkered([(1, 1168), (512, 1168), (128, 128), (64, 256)], EPILOGUES),
+)
 def test_one_token_times_float8_takes_no_tensor_cores(
     hopper: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-    block: tuple[int, int],
+    rows_of_block: int,
+    columns_of_block: int,
     epilogue: Epilogue,
 ) -> None:
     monkeypatch.delattr(linear_quantized, "launch")
     sizes = torch.logspace(-2, 0, 256, device=hopper)
     dense = torch.randn(256, 1168, device=hopper) * sizes[:, None] * 1168**-0.5
-    form = ScaledFloat8.quantize(dense, block)
+    form = ScaledFloat8.quantize(dense, (rows_of_block, columns_of_block))
     kernel = make_kernel(form, torch.bfloat16)
     assert kernel is not None
     x, bias = inputs(1, 1168, torch.bfloat16, hopper), dense[:, 0].bfloat16()
@@ -300,17 +320,19 @@ def test_one_token_of_any_magnitude(
         assert not actual.isfinite().any()
 
 
-@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (0, True)])
+PACKED_TILES = [
+    (1024, 5, PackedTiles(8, 1, 2), Epilogue.NONE),
+    (1152, 8, PackedTiles(8, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
+    (1024, 13, PackedTiles(16, 2, 1), Epilogue.SILU_MUL),
+    (640, 3, PackedTiles(8, 2, 2, splits=2), Epilogue.SILU_MUL),
+    (1024, 25, PackedTiles(32, 1, 2, ways=2), Epilogue.RELU),
+    (1408, 20, PackedTiles(16, 1, 2, ways=2, splits=3), Epilogue.NONE),  # as partial sums
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "num_tokens", "tiles", "epilogue"),
-    [
-        (1024, 5, PackedTiles(8, 1, 2), Epilogue.NONE),
-        (1152, 8, PackedTiles(8, 2, 3, splits=2), Epilogue.GELU),  # whose last stage is half
-        (1024, 13, PackedTiles(16, 2, 1), Epilogue.SILU_MUL),
-        (640, 3, PackedTiles(8, 2, 2, splits=2), Epilogue.SILU_MUL),
-        (1024, 25, PackedTiles(32, 1, 2, ways=2), Epilogue.RELU),
-        (1408, 20, PackedTiles(16, 1, 2, ways=2, splits=3), Epilogue.NONE),  # as partial sums
-    ],
+    ("group", "has_zeros", "size", "num_tokens", "tiles", "epilogue"),
+    checkered([(128, False), (128, True), (0, True)], PACKED_TILES),
 )
 def test_few_tokens_times_4_bits_with_any_tiles(
     hopper: torch.device,
@@ -410,8 +432,12 @@ def test_integers_of_gguf_files(
     assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["float8-row", "float8-block", "int4-asymmetric", "int4-small"])
-@pytest.mark.parametrize(("size", "num_tokens"), [(1152, 20), (1280, 5)])
+@pytest.mark.parametrize(
+    ("name", "size", "num_tokens"),
+    checkered(
+        ["float8-row", "float8-block", "int4-asymmetric", "int4-small"], [(1152, 20), (1280, 5)]
+    ),
+)
 def test_all_candidates_of_tiles_compute_the_same(
     hopper: torch.device, name: str, size: int, num_tokens: int
 ) -> None:
@@ -598,8 +624,10 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device, has_copy: bool)
         assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize(("num_tokens", "size"), [(2, 272), (8, 2304), (13, 720), (40, 272)])
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "epilogue"),
+    checkered([(2, 272), (8, 2304), (13, 720), (40, 272)], EPILOGUES),
+)
 def test_inputs_of_few_tokens_are_two_numbers_each(
     hopper: torch.device, num_tokens: int, size: int, epilogue: Epilogue
 ) -> None:
@@ -713,8 +741,7 @@ def test_rounded_inputs_have_no_use_for_a_copy(hopper: torch.device) -> None:
         assert (kernel._copy is not None) == has_copy
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("num_tokens", [40, 65, 150, 700])
+@pytest.mark.parametrize(("num_tokens", "epilogue"), checkered([40, 65, 150, 700], EPILOGUES))
 def test_inputs_are_rounded_if_the_model_was_made_for_it(
     hopper: torch.device, num_tokens: int, epilogue: Epilogue
 ) -> None:
@@ -732,8 +759,13 @@ def test_inputs_are_rounded_if_the_model_was_made_for_it(
     assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-@pytest.mark.parametrize("num_tokens", [40, 100, pytest.param(700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_tokens", "epilogue"),
+    [
+        *checkered([100, 40], EPILOGUES),
+        *(pytest.param(700, each, marks=pytest.mark.slow) for each in EPILOGUES),
+    ],
+)
 def test_inputs_are_rounded_in_groups_if_weights_have_blocks(
     hopper: torch.device, num_tokens: int, epilogue: Epilogue
 ) -> None:

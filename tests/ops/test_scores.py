@@ -66,12 +66,17 @@ def random_case(
 
 
 def runs() -> Iterator[ParameterSet]:
-    """Every backend, set of features and dtype; the interpreter computes each set in one dtype."""
+    """Every backend, set of features and dtype; the interpreter computes each set in one dtype, and
+    pairs by night: by day those are within sets of three."""
     for backend, features, name in product(BACKENDS, SETS, DTYPES):
-        if backend.id != "interpreted" or (name == "fp32") == len(features) % 2:
+        is_interpreted = backend.id == "interpreted"
+        if not is_interpreted or (name == "fp32") == len(features) % 2:
             values = (*backend.values, features, DTYPES[name])
             names = (backend.id, *features, name)
-            yield pytest.param(*values, marks=backend.marks, id="-".join(map(str, names)))
+            marks = [*backend.marks]
+            if is_interpreted and len(features) == 2:
+                marks.append(pytest.mark.slow)
+            yield pytest.param(*values, marks=marks, id="-".join(map(str, names)))
 
 
 @pytest.mark.parametrize(("backend", "device", "features", "dtype"), [*runs()])
