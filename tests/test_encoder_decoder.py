@@ -101,8 +101,15 @@ def test_samples_share_one_run_of_the_encoder(name: str, encoded: list[list[int]
     assert [50] not in encoded[1:], "the input was found in the cache"
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        # By day each model in one mode.
+        pytest.param(name, mode, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, name in enumerate(NAMES)
+        for j, mode in enumerate(("swap", "recompute"))
+    ],
+)
 def test_preempted_requests_go_on(name: str, mode: str) -> None:
     """An urgent request displaces the others halfway, and takes all blocks."""
     llm = load(

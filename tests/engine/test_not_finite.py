@@ -106,17 +106,23 @@ def test_rows_without_finite_logits_end_alone(
     assert tokens(run(client, innocent)) == wanted, "what is cached is sound"
 
 
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("cpu", {"dtype": "float32"}),
+    ("cpu", {"dtype": "bfloat16"}),
+    ("cpu", {"dtype": "bfloat16", "block_size": 5}),
+    ("cpu", {"block_size": 16}),
+    ("reference", {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("backend", "options", "model"),
     [
-        ("cpu", {"dtype": "float32"}),
-        ("cpu", {"dtype": "bfloat16"}),
-        ("cpu", {"dtype": "bfloat16", "block_size": 5}),
-        ("cpu", {"block_size": 16}),
-        ("reference", {}),
+        pytest.param(*each, model, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, each in enumerate(ENGINES)
+        for j, model in enumerate(("llama3", "qwen2"))
     ],
 )
-@pytest.mark.parametrize("model", ["llama3", "qwen2"])
 def test_what_free_blocks_hold_is_never_read(
     backend: str, options: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,22 +91,25 @@ def compare_logprobs(found: Any, expected: Any) -> None:
         assert [value for _, value in mine.top] == pytest.approx(values, abs=1e-4)
 
 
-def run_all(llm: LLM) -> list[RequestOutput]:
+def run_all(llm: LLM, has_beams: bool = True) -> list[RequestOutput]:
     """Every way to decode, in the same batches."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(REQUESTS))]
     outputs = llm.generate(prompts, REQUESTS, use_tqdm=False)
+    if not has_beams:
+        return outputs
     beams = [BeamSearchParams(beam_width=width, max_tokens=8) for width in (2, 4)]
     return outputs + llm.beam_search(PROMPTS[1:3], beams, use_tqdm=False)
 
 
 @functools.cache
-def on_one_rank(name: str, size: int) -> list[RequestOutput]:
+def on_one_rank(name: str, size: int, has_beams: bool = True) -> list[RequestOutput]:
     with engine(name, size) as llm:
-        return run_all(llm)
+        return run_all(llm, has_beams)
 
 
 # Of each way to divide a layer one: biases, KV heads of several numbers, blocks in parallel,
-# positions of every kind, experts. The others have two; by night all have both.
+# positions of every kind, experts. The others have two; by night all have both. How beams are
+# searched does not depend on the family: three ranks do, so that each family has them once.
 # test_sharded_models.py divides all families among three.
 ON_THREE = {"gpt2", "llama3", "falcon", "gemma2", "cohere", "bloom", "mixtral", "gpt_oss"}
 
@@ -122,9 +125,10 @@ ON_THREE = {"gpt2", "llama3", "falcon", "gemma2", "cohere", "bloom", "mixtral", 
     ],
 )
 def test_every_family_and_decoding_method(name: str, size: int, ranks: RanksOf) -> None:
-    expected = on_one_rank(name, size)
+    has_beams = size == 3
+    expected = on_one_rank(name, size, has_beams)
     with engine(name, size, ranks(size)) as llm:
-        compare(run_all(llm), expected)
+        compare(run_all(llm, has_beams), expected)
 
 
 @pytest.mark.parametrize(("name", "size"), [("t5", 2), ("flan-t5", 3), ("bart", 3), ("marian", 2)])
