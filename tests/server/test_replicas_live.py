@@ -17,7 +17,7 @@ import pytest
 from processes import engines, wait_for_engines
 from server.live_server import TIMEOUT, LiveServer, live_server
 
-NUM_STREAMS = 18  # three of each kind
+NUM_STREAMS = 30
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
