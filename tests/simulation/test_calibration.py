@@ -85,13 +85,17 @@ def test_what_no_step_tells_stays() -> None:
     assert "swap_efficiency" not in calibration.fitted
 
 
-@pytest.mark.parametrize("is_several", [False, True])
+@pytest.mark.parametrize("are_several", [{False}, {True}, {False, True}])
 def test_what_layers_take_stays_unless_there_are_steps_of_one_token_and_of_several(
-    is_several: bool,
+    are_several: set[bool],
 ) -> None:
-    records = [r for r in made_up_steps(200) if (r.num_tokens > 1) == is_several]
+    """And layers without experts, whose steps of one token do not have it."""
+    model, setting = SETTING.model, SETTING
+    if len(are_several) == 2:
+        setting = replace(SETTING, model=replace(model, num_expert_layers=model.num_layers))
+    records = [r for r in made_up_steps(200) if (r.num_tokens > 1) in are_several]
     start = Coefficients(layer_overhead=1.23e-5)
-    calibration = calibrate(SETTING, records, start)
+    calibration = calibrate(setting, records, start)
     assert calibration.coefficients.layer_overhead == 1.23e-5
     assert "layer_overhead" not in calibration.fitted
     assert abs(calibration.on_held_out.total) < 0.02
@@ -161,11 +165,11 @@ OTHER_VERSION = r"steps.jsonl:1: model: copies_save is missing, saves is not kno
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
-    head = json.dumps({"octavo_steps": 2, **asdict(SETTING)})
+    head = json.dumps({"octavo_steps": 3, **asdict(SETTING)})
     good = json.dumps(asdict(made_up_steps(1)[0]))
     for lines, message in [
-        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 2'),
-        ([head.replace('"octavo_steps": 2', '"octavo_steps": 1'), good], "it does not begin with"),
+        (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 3'),
+        ([head.replace('"octavo_steps": 3', '"octavo_steps": 2'), good], "it does not begin with"),
         ([head.replace('"copies_save"', '"saves"'), good], OTHER_VERSION),
         ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
         ([head], "it has no steps"),

@@ -60,6 +60,14 @@ def test_units_by_hand() -> None:
     assert toy(request_overhead=0.5).seconds(
         replace(NOTHING, num_seqs=6, num_requests=2)
     ) == pytest.approx(1.0)
+    # Each of 3 layers of two tokens, and with one token those with experts.
+    one = StepShape(num_seqs=1, num_tokens=1, num_sampled=1, kv_tokens=50, attention_pairs=0)
+    for num_expert_layers in (0, 2, 3):
+        model = replace(TOY_MODEL, num_expert_layers=num_expert_layers)
+        cost = CostModel(model, TOY_GPU, 1, 2, replace(IDEAL, layer_overhead=0.5))
+        assert cost.seconds(decode) == pytest.approx(8 + 1.5)
+        assert cost.seconds(one) == pytest.approx(8 + 0.5 * num_expert_layers)
+        assert cost.seconds(NOTHING) == 0
     # Finding a block costs as much as reading 4 tokens: three times the time with blocks of 2.
     assert toy(block_lookup_tokens=4.0).seconds(decode) == pytest.approx(4 + 12)
 

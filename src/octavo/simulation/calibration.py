@@ -91,8 +91,8 @@ def calibrate(
     fit before: long steps count for their length, and the predictions' sum has no bias. A
     coefficient that no step tells anything about stays as it was in `start`; where two explain the
     same steps, those nearer to `start` are taken. What a layer takes is fitted only where steps of
-    one token, which do not have it, are among those of several: it looks like more of the step
-    overhead otherwise, and stays.
+    one token, in which layers without experts do not have it, are among those of several: it looks
+    like more of the step overhead otherwise, and stays.
 
     Raises:
         ConfigError: the device is unknown, there are too few steps, or SciPy is missing.
@@ -106,7 +106,8 @@ def calibrate(
         for name, amount in amounts.items()
         if any(getattr(record, amount) for record in fitted)
     ]
-    if {1, 2} <= {min(record.num_tokens, 2) for record in fitted}:
+    has_others = setting.model.num_expert_layers < setting.model.num_layers
+    if has_others and {1, 2} <= {min(record.num_tokens, 2) for record in fitted}:
         names.append("layer_overhead")
     if len(fitted) < 2 * len(names) or not held_out:
         raise ConfigError("steps", f"{len(records)} steps are too few for {len(names)} unknowns")

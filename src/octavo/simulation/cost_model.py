@@ -41,7 +41,9 @@ class Coefficients:
     """
 
     step_overhead: float = 3.1e-4  # s; host and launches
-    layer_overhead: float = 8.3e-6  # s for each layer, if a step has several tokens
+    # s for each layer of a step of several tokens, and for each layer with experts of any step. One
+    # token's kernels of other layers begin to read weights before the preceding ones have ended.
+    layer_overhead: float = 8.3e-6
     request_overhead: float = 0.0  # s for each request of a step, however many sequences it has
     seq_overhead: float = 2.0e-7  # s for each sequence of a step
     weight_efficiency: float = 0.85  # reading weights
@@ -123,6 +125,7 @@ class ModelSize:
     block_token_bytes: int  # of a token in one KV block, which holds one group of layers
     hidden_bytes: int  # of one token's activations between layers
     num_layers: int
+    num_expert_layers: int = 0  # of these, that have experts a router chooses from
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
     # How many bytes fewer than the weights their copies in 12 bits have: the head's, which up to so
@@ -170,6 +173,7 @@ class ModelSize:
             block_token_bytes=group_layers(model.kv_specs()).layers_per_block * layer_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,
             num_layers=model.num_layers,
+            num_expert_layers=sum(isinstance(each.mlp, ExpertsConfig) for each in model.layers),
             expert_bytes=expert_bytes,
             miss_share=(read - active) / experts if experts else 0.0,
             head_copy_saves=num_gpus * shard.head.copy_saves(head_rows),
@@ -241,10 +245,11 @@ class CostModel:
         """A step without its swaps."""
         products = shape.num_tokens * self._token + shape.num_sampled * self._logits
         weights = self.size.read_bytes(shape.num_tokens, shape.num_sampled) * self._weight_byte
-        c = self.coefficients
+        c, size = self.coefficients, self.size
+        num_layers = size.num_layers if shape.num_tokens > 1 else size.num_expert_layers
         return (
             c.step_overhead
-            + (self.size.num_layers * c.layer_overhead if shape.num_tokens > 1 else 0.0)
+            + (num_layers * c.layer_overhead if shape.num_tokens else 0.0)
             + shape.num_requests * c.request_overhead
             + shape.num_seqs * c.seq_overhead
             + (max(weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)

@@ -28,7 +28,7 @@ from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import ModelSize
 from octavo.simulation.step_shape import RowLengths, StepShape
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
