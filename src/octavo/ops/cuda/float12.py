@@ -71,8 +71,8 @@ def takes_float12(weight: Tensor) -> bool:
 
 
 def pack_float12(weight: Tensor) -> Float12Weight:
-    """W bfloat16 [out_features, in_features] that takes_float12, in 12 bits: by a kernel on a GPU,
-    and elsewhere in plain torch, which takes 60 times as long there and gives the same bits."""
+    """W bfloat16 [out_features, in_features] that takes_float12, in 12 bits: on a GPU by a kernel,
+    and elsewhere in plain torch, which gives the same bits and would take 60 times as long."""
     num_rows, size = weight.shape
     num_groups, num_pieces = -(-num_rows // PIECE_ROWS), size // PIECE_INPUTS
     shape, device = (num_groups, num_pieces, PIECE_WORDS), weight.device
