@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import model_zoo
+from daily_cases import checkered
 from model_zoo import generate
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestTooLong
@@ -101,15 +102,7 @@ def test_samples_share_one_run_of_the_encoder(name: str, encoded: list[list[int]
     assert [50] not in encoded[1:], "the input was found in the cache"
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        # By day each model in one mode.
-        pytest.param(name, mode, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, name in enumerate(NAMES)
-        for j, mode in enumerate(("swap", "recompute"))
-    ],
-)
+@pytest.mark.parametrize(("name", "mode"), checkered(NAMES, ("swap", "recompute")))
 def test_preempted_requests_go_on(name: str, mode: str) -> None:
     """An urgent request displaces the others halfway, and takes all blocks."""
     llm = load(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import model_zoo
+from daily_cases import checkered
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalClient
@@ -115,14 +116,7 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "model"),
-    [
-        pytest.param(*each, model, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, each in enumerate(ENGINES)
-        for j, model in enumerate(("llama3", "qwen2"))
-    ],
-)
+@pytest.mark.parametrize(("backend", "options", "model"), checkered(ENGINES, ("llama3", "qwen2")))
 def test_what_free_blocks_hold_is_never_read(
     backend: str, options: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from _pytest.mark import ParameterSet
 from gluon_emulator import Emulated
 from torch import Tensor
 
+from daily_cases import checkered
 from octavo.layers import experts as layers_experts
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import ExpertsConfig, MLPConfig, NormConfig
@@ -686,12 +687,7 @@ HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks")
 
 @pytest.mark.parametrize(
     ("form", "num_tokens", "top_k", "num_sms"),
-    [
-        # Half of them by day: each form with two numbers of tokens and programs.
-        pytest.param(form, *case, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, form in enumerate(HOPPER_FORMS)
-        for j, case in enumerate([(3, 4, 9), (20, 2, 10), (20, 13, 3), (20, 2, 300)])
-    ],
+    checkered(HOPPER_FORMS, [(3, 4, 9), (20, 2, 10), (20, 13, 3), (20, 2, 300)]),
 )
 def test_products_on_hopper(
     monkeypatch: pytest.MonkeyPatch,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from gluon_emulator import Descriptor, Emulated, run
 from test_quantized_forms import FORMS
 from torch import Tensor
 
+from daily_cases import checkered
 from octavo.layers import linear as layers_linear
 from octavo.layers import norm as layers_norm
 from octavo.layers.base import WeightSlot
@@ -84,20 +83,6 @@ def rings(hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device
     """The device, whose rings take few rows, too."""
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
     return hopper
-
-
-def checkered(ones: Iterable[object], others: Iterable[object]) -> list[ParameterSet]:
-    """Pairs of both, as the fields of a chess board: those that are white by day, so that each of
-    one kind comes beside half of the other kind; and the black ones by night."""
-
-    def values(given: object) -> tuple[object, ...]:
-        return given if isinstance(given, tuple) else (given,)
-
-    return [
-        pytest.param(*values(one), *values(other), marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, one in enumerate(ones)
-        for j, other in enumerate(others)
-    ]
 
 
 def made(name: str, num_rows: int, size: int, device: torch.device) -> QuantizedWeight:

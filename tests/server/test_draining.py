@@ -255,7 +255,7 @@ def test_bad_orders(server: LiveServer) -> None:
 
 
 def test_closing_in_the_middle_of_a_rolling_restart() -> None:
-    """As SIGTERM does; nobody waits for what was open."""
+    """As SIGTERM does: the restart ends, and requests that are running end with an error."""
 
     async def test() -> None:
         async with symbolic_client("step=0.002", replication=TWO) as client:

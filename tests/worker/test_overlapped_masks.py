@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import model_zoo
+from daily_cases import checkered
 from octavo import BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import group_layers
@@ -279,11 +280,7 @@ def without_late_masks(preemption_mode: str) -> list[RequestOutput]:
 
 
 # By day each seed has one mode, and each mode a small share of late masks and a large one.
-SEEDS_AND_MODES = [
-    pytest.param(seed, mode, marks=pytest.mark.slow if seed % 2 != i else ())
-    for seed in range(4)
-    for i, mode in enumerate(("recompute", "swap"))
-]
+SEEDS_AND_MODES = checkered(range(4), ("recompute", "swap"))
 
 
 @pytest.mark.parametrize(("seed", "preemption_mode"), SEEDS_AND_MODES)

@@ -522,15 +522,21 @@ class ModelConfig(ModelDescription):
         """The same model with copies of the head, of projections in the first `num_layers` (None:
         in all), and of experts in the first `num_expert_layers` (None: in as many), where their
         forms and shapes take them."""
-        count = len(self.layers) if num_layers is None else num_layers
+        count = len(self.copyable) if num_layers is None else num_layers
         num_experts = count if num_expert_layers is None else num_expert_layers
+        return replace(self._with_copied_layers(count, num_experts), head_copy=of_head)
+
+    def _with_copied_layers(self, num_layers: int, num_expert_layers: int) -> Self:
+        """With copies of projections in the first `num_layers` alone, and of experts."""
         form = self.copy_form
         of_experts = form if form == "float12" else None
         layers = tuple(
-            each.with_copies(form if i < count else None, of_experts if i < num_experts else None)
+            each.with_copies(
+                form if i < num_layers else None, of_experts if i < num_expert_layers else None
+            )
             for i, each in enumerate(self.layers)
         )
-        return replace(self, head_copy=of_head, layers=layers)
+        return replace(self, layers=layers)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from octavo.errors import ConfigError
-from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig
+from octavo.layers.config import ExpertsConfig, LinearConfig
 from octavo.models.config import ModelConfig
 from octavo.parallel import OPTION, Shard
 
@@ -35,15 +35,9 @@ class TransformersConfig(ModelConfig):
             )
         return self
 
-    def with_copies(
-        self,
-        num_layers: int | None = None,
-        num_expert_layers: int | None = None,
-        of_head: CopyForm | None = "float12",
-    ) -> Self:
-        """See ModelConfig.with_copies; experts have none."""
-        count = len(self.projections) if num_layers is None else num_layers
-        return replace(self, head_copy=of_head, num_copied_layers=count)
+    def _with_copied_layers(self, num_layers: int, num_expert_layers: int) -> Self:
+        """See ModelConfig._with_copied_layers; experts have none."""
+        return replace(self, num_copied_layers=num_layers)
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
