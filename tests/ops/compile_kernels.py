@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from octavo.ops.cuda.tile_sizes import SM_REGISTERS
+
 if TYPE_CHECKING:
     from octavo.ops.cuda.expert_weights import ExpertMatrices
     from octavo.ops.experts import RouterWeights
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 compiled: Counter[str] = Counter()
 reductions: Counter[bool] = Counter()  # over lanes of linear layouts, and others
 has_all = sys.argv[1:] == ["all"]
+ALONE = {"_linear_ring_float12_kernel"}  # one program on each SM
 
 
 class Hopper:
@@ -57,6 +60,8 @@ def install() -> None:
         del warmup
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert_reduced_lanes_are_neighbours(self.__name__, kernel.asm["ttgir"])
+        if self.__name__ in ALONE:
+            assert_two_find_no_room(self.__name__, kernel.asm["ptx"])
         compiled[self.__name__] += 1
 
     JITFunction.run = compile_only
@@ -76,6 +81,13 @@ def assert_reduced_lanes_are_neighbours(name: str, ttgir: str) -> None:
         own = [i for i, base in enumerate(bases) if base[int(axis)]]
         reductions[bool(own)] += 1
         assert not own or own == list(range(own[0], own[-1] + 1)), (name, layout, bases)
+
+
+def assert_two_find_no_room(name: str, ptx: str) -> None:
+    """Two programs take more registers than an SM has."""
+    (registers,) = map(int, re.findall(r"\.maxnreg (\d+)", ptx))
+    (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
+    assert 2 * registers * threads > SM_REGISTERS, (name, registers, threads)
 
 
 def attention() -> None:

@@ -74,7 +74,7 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import num_sms, power_of_2, registers_for
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed, RouterWeights, Unrouted
 from octavo.ops.quantized import MxFloat4, Rounding
@@ -88,7 +88,6 @@ MORE = 2  # quarters into which the second half of a tile is cut
 LEAST_DIVIDED = 32  # tokens of a tile with such quarters
 # How many programs share an SM, by tokens of a tile.
 PROGRAMS = {16: 4, 32: 3, 64: 2}
-_REGISTERS = 65536  # of an SM
 _SHARED_MEMORY = 225_000  # bytes of an SM that programs may fill
 _FEW_SHARED_MEMORY = 228_000  # the same where experts have few tokens, or BY_TOKEN: one stage more
 _FEW_ROWS = 8  # of inputs that are fetched together then: both numbers of four tokens
@@ -1123,7 +1122,7 @@ def _launch(x: Halves, projection: ExpertProjection, out: Tensor, routed: Routed
     parts = lists.block_rows // tokens
     num_tiles = weight.num_tiles * parts * len(lists.experts)
     per_sm = PROGRAMS[tokens]
-    registers = min(255, _REGISTERS // (32 * 8 * per_sm) // 8 * 8)
+    registers = registers_for(8, per_sm)
     stage = ROWS * (128 + 8) + 2 * tokens * BLOCK + 16
     more = MORE if tokens >= LEAST_DIVIDED else 0
     by_token = x.is_by_token

@@ -29,6 +29,7 @@ from octavo.ops.cuda.linear_ring_float12 import (
     words_layout,
 )
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import MOST_REGISTERS
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
@@ -37,8 +38,6 @@ _ROWS, _INPUTS = tl.constexpr(PIECE_ROWS), tl.constexpr(PIECE_INPUTS)
 _INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(INPUT_FACTOR), tl.constexpr(SUM_FACTOR)
 
 _WARPS = 4
-# Of a thread: the words of eight pieces take 12, and gates and ups have two times so many.
-_MOST_REGISTERS = 255
 
 
 def mix_one_float12(
@@ -98,8 +97,9 @@ def mix_one_float12(
 
 
 def _registers(tiles: int) -> int:
-    """Of a thread that loads the words of so many times eight pieces at once."""
-    return min(_MOST_REGISTERS, (12 * tiles + 80) // 8 * 8)
+    """Of a thread that loads the words of so many times eight pieces at once, each of which takes
+    12; gates and ups have two times so many."""
+    return min(MOST_REGISTERS, (12 * tiles + 80) // 8 * 8)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import RoundedInputs
@@ -34,7 +35,6 @@ PARTIAL_DTYPE = torch.float32
 
 _WORKSPACE_BYTES = 36 << 20  # two tiles of 128 KB for each SM need 33 MB
 _MAX_TILES = 1 << 14
-_REGISTERS = 65536  # per SM
 # cuBLAS's product with bias and ReLU; it has no public name, and a torch may lack the private one.
 _addmm_activation = getattr(torch, "_addmm_activation", None)
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
@@ -273,7 +273,7 @@ def launch_dense(
         ROUNDS=out_scales is not None,
         EARLY=tiles.early,
         num_warps=tiles.warps,
-        maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
+        maxnreg=registers_for(tiles.warps + 4, tiles.per_sm),
         **launch_options(given.device),
     )
 

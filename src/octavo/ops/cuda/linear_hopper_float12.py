@@ -34,12 +34,10 @@ from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weig
 from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, _finish, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.tile_sizes import num_sms, registers_for
 from octavo.ops.epilogue import Epilogue
 
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
-_REGISTERS = 65536  # per SM
-_MOST_REGISTERS = 255  # of a thread
 _MOST_STAGES = 16
 _SIGN_WORDS, _EXPONENT_WORDS = 128, 64  # of a piece
 _TILE_PIECES = 8  # of a warpgroup
@@ -160,7 +158,7 @@ def linear_float12(
         halves, num_rows = 2, num_rows // 2
     out = x.new_empty((num_tokens, num_rows))
     warps = 4 * tiles.warpgroups
-    registers = _REGISTERS // (32 * (warps + 4) * tiles.per_sm) // 8 * 8
+    registers = registers_for(warps + 4, tiles.per_sm)
     # In a box, which W and shared memory have in the same order.
     pieces = tiles.rows // PIECE_ROWS // halves
     words = weight.words.view(len(weight.words), -1)
@@ -182,7 +180,7 @@ def linear_float12(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=warps,
-        maxnreg=min(registers, _MOST_REGISTERS),
+        maxnreg=registers,
         **launch_options(x.device),
     )
     return out

@@ -34,13 +34,13 @@ from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, swizzled_descr
 from octavo.ops.cuda.linear_hopper_quantized import finish_splits, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
+from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import RoundedInputs
 
 BLOCKS = 2  # of 128 inputs in a stage
 _LINE_WORDS = 32  # of two rows of a block: 128 bytes, as wide as shared memory
 _MOST_REGISTERS = 232  # of a thread
-_REGISTERS = 65536  # per SM
 _BLOCK = tl.constexpr(BLOCK)
 _BLOCKS = tl.constexpr(BLOCKS)
 _ROWS = tl.constexpr(CHUNK_ROWS)  # of a warpgroup
@@ -94,7 +94,7 @@ def linear_few_packed(
     warps = 4 * tiles.warpgroups
     # All partitions have so many registers at first. What the last one leaves is for the others.
     all_warps = warps * tiles.ways + 4
-    registers = min(_REGISTERS // (32 * all_warps * tiles.per_sm) // 8 * 8, _MOST_REGISTERS)
+    registers = min(registers_for(all_warps, tiles.per_sm), _MOST_REGISTERS)
     of_second = (registers * all_warps - 24 * 4) // (all_warps - 4) // 8 * 8
     lines = stored.weight.view(-1, _LINE_WORDS)
     of_groups = [BLOCKS, CHUNK_ROWS]

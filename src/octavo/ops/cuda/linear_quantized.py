@@ -81,7 +81,7 @@ from octavo.ops.cuda.stored_weights import (
     dequantize,
     dequantized,
 )
-from octavo.ops.cuda.tile_sizes import num_sms
+from octavo.ops.cuda.tile_sizes import num_sms, registers_for
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
@@ -89,7 +89,6 @@ from octavo.ops.tuning import Answers, Question
 
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
-_REGISTERS = 65536  # per SM
 MAX_PROGRAMS = 144  # of the persistent kernel: each needs 256 KB of the workspace
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 
@@ -157,7 +156,7 @@ def launch(
         BY_WARP=tiles.by_warp,
         EARLY=tiles.early,
         num_warps=tiles.warps,
-        maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
+        maxnreg=registers_for(tiles.warps + 4, tiles.per_sm),
         **launch_options(x.device),
     )
 
@@ -219,7 +218,7 @@ def _launch_persistent(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=tiles.warps,
-        maxnreg=_REGISTERS // (32 * (tiles.warps + 4)) // 8 * 8,
+        maxnreg=registers_for(tiles.warps + 4),
         **launch_options(x.device),
     )
 

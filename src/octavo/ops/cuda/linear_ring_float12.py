@@ -54,7 +54,7 @@ from octavo.ops.cuda.linear_ring import (
     useful_share,
 )
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import SM_REGISTERS, num_sms, power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
@@ -105,8 +105,10 @@ _WARPS = 4  # that multiply
 _FEWEST_STAGES, _MOST_STAGES = 2, 13
 _SMALL_SUMS = 4096  # bytes of warps' sums that fit beside rings of such memory, and attention
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
-# Of a thread, of twice four warps: what the one that loads does not need goes to the others.
-_REGISTERS, _LOADING_REGISTERS = 72, 24
+# Of a thread, of twice four warps: what the one that loads does not need goes to the others. They
+# need 72. With more than a 512th of an SM's registers each SM has one such program; where two find
+# room, some SMs get two of a product, and all others wait for them.
+_REGISTERS, _LOADING_REGISTERS = SM_REGISTERS // 2 // (2 * 32 * _WARPS) + 8, 24
 # Rows and pieces. The second one is taken where the first would leave SMs or columns idle.
 _TILES = ((8, 16), (16, 8))
 _LEAST_GAIN = 1.05

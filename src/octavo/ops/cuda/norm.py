@@ -22,14 +22,13 @@ from octavo.ops.cuda.all_reduce import (
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_rounded
-from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.cuda.tile_sizes import power_of_2, registers_for
 from octavo.ops.norm import Affine
 from octavo.ops.quantized import Rounding
 
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
 FEW_ROWS = 16  # whose loads the next kernel would delay
-_REGISTERS = 65536  # of a multiprocessor
 
 
 def norm(
@@ -144,7 +143,7 @@ def _launch(
         LATE=_is_late(num_rows, num_splits) and exchange is None,
         num_warps=num_warps,
         # As many as there are: ptxas would keep to 32, and load some splits after adding others.
-        maxnreg=min(255, _REGISTERS // (32 * num_warps)) if all_splits > 1 else None,
+        maxnreg=registers_for(num_warps) if all_splits > 1 else None,
         **launch_options(x.device),
     )
     return results

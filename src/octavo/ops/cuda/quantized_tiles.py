@@ -26,6 +26,7 @@ from octavo.ops.cuda.stored_weights import (
     row_bytes,
     staged_groups,
 )
+from octavo.ops.cuda.tile_sizes import SM_REGISTERS
 from octavo.ops.quantized import Rounding
 
 # Up to how many tokens a choice is for; more are computed otherwise.
@@ -64,7 +65,6 @@ _MOST_PERSISTENT = 4  # that are measured
 # how many bytes they read, and microseconds of the launch. 37 products of 128 to 2,048 tokens take
 # 6% more or less, on average. The rule was compared with int4's tiles, in groups of 128, alone.
 _DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 365e6, 4.2e6, 2.5
-_REGISTERS = 65536  # per SM
 _LEAST_REGISTERS = 40  # of a thread, beside sums
 
 
@@ -197,7 +197,7 @@ def _simple_candidates(product: Product) -> list[Tiles]:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
     found: list[Tiles] = []
     for tokens, rows, per_sm, by_warp in kinds:
-        registers = _REGISTERS // (32 * (rows // 16 + 4) * per_sm)
+        registers = SM_REGISTERS // (32 * (rows // 16 + 4) * per_sm)
         if registers < tokens // 2 + _LEAST_REGISTERS:
             continue  # the compiler would fail
         tiles = _fitting(product, tokens, rows, per_sm)
