@@ -164,6 +164,7 @@ def test_an_engine_chooses_before_it_loads(
     assert "weights were quantized; relative errors" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_was_chosen() -> None:
     directory = model_directory("llama3")
     with LLM(str(directory), quantization="auto", tensor_parallel_size=2, num_blocks=40) as llm:

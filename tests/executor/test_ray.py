@@ -91,6 +91,7 @@ def test_a_rank_that_breaks_down_ends_the_engine(
         check_a_breakdown(llm, who, number, kind, text)
 
 
+@pytest.mark.slow  # test_a_rank_that_breaks_down_ends_the_engine has a death on another node
 def test_ranks_end_with_an_engine_that_is_killed(cluster: Any) -> None:
     """Though one of them does not run; and their places are free again, for an engine that ends
     when one of its ranks is killed."""

@@ -1060,7 +1060,9 @@ def few_float8_experts(
     ("epilogue", "top_k", "size", "inner", "num_sms"),
     [
         (Epilogue.SILU_MUL, 3, 256, 128, 3),  # units are claimed
-        (Epilogue.CLAMPED_SWIGLU, 5, 1280, 256, 2),  # two blocks of x, two batches of gates
+        pytest.param(  # two blocks of x, two batches of gates
+            *(Epilogue.CLAMPED_SWIGLU, 5, 1280, 256, 2), marks=pytest.mark.slow
+        ),
         (Epilogue.SILU_MUL, 2, 256, 1152, 5),  # two blocks of an expert's gates
         (Epilogue.SILU_MUL, 1, 384, 128, 26),  # programs that have nothing to do
     ],

@@ -120,6 +120,7 @@ def test_what_is_left_to_the_weights(device: torch.device) -> None:
     assert not take_copies(ExpertWeights(*bfloat16_experts(4, 64, 64, device)[:2], *biases))
 
 
+@pytest.mark.slow  # on a CPU: the tiles of all registers are emulated
 @pytest.mark.usefixtures("hopper_kernels")
 def test_the_longest_inputs_of_one_token(device: torch.device) -> None:
     """All that registers hold: eight tiles of gates, and sixteen of all down projections."""

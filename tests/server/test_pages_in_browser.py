@@ -125,6 +125,7 @@ def test_dashboard_shows_a_running_request(server: LiveServer, browser: Browser)
     assert attempts
 
 
+@pytest.mark.slow  # a server with two engines for itself
 def test_any_replica_can_be_shown(browser: Browser) -> None:
     with live_server("--replicas", "2") as two:
         with opened(browser, f"{two.url}/?replica=1") as page:
