@@ -41,12 +41,6 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     prepare_the_interpreter()
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, which tests that wait for processes leave idle."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return here + 1
-
-
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """Commands that run inside a test set up logging for a process of their own."""
