@@ -47,7 +47,7 @@ _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
 _FEWEST_TOKENS = 8  # of a tile
 # Places in SIZES, of products that may read a dequantized copy (with fewer tokens they are bound by
 # its bytes), and that do so by the rule, because tiles gain 4% at most with any shape.
-_FEWEST_BY_COPY, _MANY_BY_COPY = 128, 1024
+_FEWEST_BY_COPY, _MANY_BY_COPY = 192, 1024
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
