@@ -158,7 +158,6 @@ def linear_float12(
         halves, num_rows = 2, num_rows // 2
     out = x.new_empty((num_tokens, num_rows))
     warps = 4 * tiles.warpgroups
-    registers = registers_for(warps + 4, tiles.per_sm)
     # In a box, which W and shared memory have in the same order.
     pieces = tiles.rows // PIECE_ROWS // halves
     words = weight.words.view(len(weight.words), -1)
@@ -180,7 +179,7 @@ def linear_float12(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=warps,
-        maxnreg=registers,
+        maxnreg=registers_for(warps + 4, tiles.per_sm),
         **launch_options(x.device),
     )
     return out

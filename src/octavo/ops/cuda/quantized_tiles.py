@@ -26,7 +26,7 @@ from octavo.ops.cuda.stored_weights import (
     row_bytes,
     staged_groups,
 )
-from octavo.ops.cuda.tile_sizes import SM_REGISTERS
+from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.quantized import Rounding
 
 # Up to how many tokens a choice is for; more are computed otherwise.
@@ -197,8 +197,7 @@ def _simple_candidates(product: Product) -> list[Tiles]:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
     found: list[Tiles] = []
     for tokens, rows, per_sm, by_warp in kinds:
-        registers = SM_REGISTERS // (32 * (rows // 16 + 4) * per_sm)
-        if registers < tokens // 2 + _LEAST_REGISTERS:
+        if registers_for(rows // 16 + 4, per_sm) < tokens // 2 + _LEAST_REGISTERS:
             continue  # the compiler would fail
         tiles = _fitting(product, tokens, rows, per_sm)
         if tiles is not None:
