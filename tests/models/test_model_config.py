@@ -1239,18 +1239,22 @@ def test_configs_for_benchmarks(name: str, millions: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "ranks", "expected"),
+    ("name", "method", "ranks", "all_of_them", "queries"),
     [
-        ("gemma-3-4b", "plain", 1, True),
-        ("llama-3-8b", "plain", 1, True),
-        ("llama-3-8b", "quantized", 1, True),
-        ("llama-3-70b", "plain", 2, False),  # a norm adds up the ranks' sums
-        ("opt-13b", "plain", 1, False),  # layer norms
-        ("qwen3-30b-a3b", "plain", 1, True),  # those of attention
-        ("qwen3-30b-a3b", "quantized", 1, False),
+        ("gemma-3-4b", "plain", 1, True, False),
+        ("llama-3-8b", "plain", 1, True, False),
+        ("llama-3-8b", "quantized", 1, True, False),
+        ("llama-3-70b", "plain", 2, False, False),  # a norm adds up the ranks' sums
+        ("opt-13b", "plain", 1, False, False),  # layer norms
+        ("qwen3-30b-a3b", "plain", 1, True, False),  # those of attention
+        ("qwen3-30b-a3b", "quantized", 1, False, True),
+        ("qwen3-30b-a3b", "quantized", 2, False, False),
     ],
 )
-def test_which_projections_are_a_chain(name: str, method: str, ranks: int, expected: bool) -> None:
+def test_which_projections_are_a_chain(
+    name: str, method: str, ranks: int, all_of_them: bool, queries: bool
+) -> None:
     config = read_model_config(BENCHMARKED / name).with_linear_method(method)
     config = config.sharded(Shard(0, ranks))
-    assert {layer.chains_projections for layer in config.layers} == {expected}
+    assert {layer.chains_projections for layer in config.layers} == {all_of_them}
+    assert {layer.queries_follow_experts for layer in config.layers} == {queries}

@@ -237,6 +237,12 @@ def test_rings_leave_neither_sms_nor_memory_idle(is_float8: bool) -> None:
     assert takes_ring(4096, 1088, is_float8) is not is_float8  # half a piece
 
 
+@pytest.mark.parametrize(("rows", "size"), [(5120, 2048), (6144, 4096), (4096, 2560)])
+def test_a_ring_beside_experts_takes_little_from_them(rows: int, size: int) -> None:
+    ring = choose_ring(rows, size, False, 132, is_float8=True, follows_experts=True)
+    assert 16 << 10 <= ring.rows * ring.fold * 128 * ring.stages <= 40 << 10
+
+
 def test_more_tokens_on_a_cpu_are_torch() -> None:
     x, weight, bias = operands(3, 8, 16, torch.float32, torch.device("cpu"))
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))

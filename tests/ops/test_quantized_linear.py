@@ -197,6 +197,7 @@ def test_one_token_times_float8_by_a_ring(
     kernel = make_kernel(form, torch.bfloat16, is_chained=True)
     assert kernel is not None
     x, residual, scale = inputs(3, 1152, torch.bfloat16, rings).unsqueeze(1)
+    x *= 2.0 ** (torch.arange(1152, device=rings) // 128 % 5)  # pieces have scales of their own
     bias = dense[:, 0].bfloat16()
     stream = (x + residual if adds else x).float()
     if adds:
@@ -237,19 +238,22 @@ def test_rings_of_models(num_rows: int, size: int, epilogue: Epilogue, has_group
     assert relative(kernel.apply(x, None, epilogue), wanted) < 3e-3  # of results in bfloat16
 
 
-@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("chains", ["", "is_chained", "follows_experts"])
 def test_layers_say_whether_projections_follow_each_other(
-    rings: torch.device, monkeypatch: pytest.MonkeyPatch, chains: bool
+    rings: torch.device, monkeypatch: pytest.MonkeyPatch, chains: str
 ) -> None:
     monkeypatch.setattr(layers_linear, "make_quantized_kernel", make_kernel)
     projection = QuantizedLinear(LinearConfig(128, (9000,), method="quantized"))
-    projection.is_chained = chains
+    if chains:
+        setattr(projection, chains, True)
     (slot,) = projection.places()
     assert isinstance(slot, WeightSlot)
     dense = inputs(9000, 128, torch.bfloat16, rings)
     slot.put(ScaledFloat8.quantize(dense, (1, 128)), torch.bfloat16)
     projection.finalize()
-    assert projection.norms_inputs(1, norms_branch=False) is chains  # not of so many rows else
+    assert projection.norms_inputs(1, norms_branch=False) is bool(
+        chains
+    )  # of so many rows, else not
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-asymmetric"])

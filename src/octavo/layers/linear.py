@@ -49,6 +49,9 @@ class LinearMethod(WeightOwner):
     is_chained = False
     """See make_linear_kernel; set before `finalize`."""
 
+    follows_experts = False
+    """See make_quantized_kernel; set before `finalize`."""
+
     def finalize(self) -> None:
         """Rearrange the weights for the device that they are on; called once, after loading."""
         raise NotImplementedError
@@ -246,7 +249,9 @@ class QuantizedLinear(Projection):
         kernel = None
         if form is not None:
             is_copied = self.config.copy == "dequantized"
-            kernel = make_quantized_kernel(form, dtype, self.is_chained, is_copied)
+            kernel = make_quantized_kernel(
+                form, dtype, self.is_chained, is_copied, self.follows_experts
+            )
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]
             weight = dense[0] if len(dense) == 1 else torch.cat(dense)

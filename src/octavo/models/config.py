@@ -73,17 +73,31 @@ class LayerConfig:
         """Whether nothing but attention and experts comes between the projections of one token,
         because they norm their inputs themselves (NormingKernel).
 
-        Quantized ones between experts are left out: that was not measured, or loses.
+        Quantized ones between experts are left out: see `queries_follow_experts`.
         """
+        if isinstance(self.mlp, ExpertsConfig) and self.attention.linear_method == "quantized":
+            return False
+        return self._can_chain
+
+    @property
+    def queries_follow_experts(self) -> bool:
+        """Whether, of one token, queries, keys and values are computed directly after quantized
+        experts, from quantized weights, while the output projection is no part of a chain: with it,
+        that is slower (docs/experiments.md)."""
+        experts = self.mlp
+        are_quantized = isinstance(experts, ExpertsConfig) and experts.method == "quantized"
+        return are_quantized and self.attention.linear_method == "quantized" and self._can_chain
+
+    @property
+    def _can_chain(self) -> bool:
+        """Whether projections of one token can norm their inputs themselves, and nothing else comes
+        between them but attention and experts."""
         norms_inputs = self.norm.kind == "rms" and self.norm_placement in ("pre", "around")
         attention = self.attention
         is_alone = attention.shard.size == 1 and self.cross_attention is None
         is_plain = attention.width_norm is None and attention.query_scale is None
-        follow_each_other = norms_inputs and is_alone and is_plain
-        if isinstance(self.mlp, ExpertsConfig):
-            is_quantized = attention.linear_method == "quantized"
-            return follow_each_other and self.mlp.shared is None and not is_quantized
-        return follow_each_other
+        has_shared = isinstance(self.mlp, ExpertsConfig) and self.mlp.shared is not None
+        return norms_inputs and is_alone and is_plain and not has_shared
 
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""

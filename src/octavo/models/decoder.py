@@ -70,6 +70,7 @@ class DecoderLayer(nn.Module):
         if config.chains_projections:
             for each in (self.attention.qkv, self.attention.output, *self.mlp.projections):
                 each.is_chained = True
+        self.attention.qkv.follows_experts = config.queries_follow_experts
         self.branch_norm = None
 
     @staticmethod

@@ -149,6 +149,7 @@ def make_quantized_kernel(
     dtype: torch.dtype,
     is_chained: bool = False,
     dequantized_copy: bool = False,
+    follows_experts: bool = False,
 ) -> LinearKernel | None:
     """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
 
@@ -160,12 +161,13 @@ def make_quantized_kernel(
         is_chained: see make_linear_kernel.
         dequantized_copy: many tokens are multiplied by a copy of W in `dtype`; only asked for on
             Hopper GPUs, and without a meaning on a CPU.
+        follows_experts: of one token, this product alone comes directly after quantized experts.
     """
     if weight.device.type != "cuda":
         return int8.make_kernel(weight, dtype)
     from octavo.ops.cuda.linear_quantized import make_kernel
 
-    return make_kernel(weight, dtype, is_chained, dequantized_copy)
+    return make_kernel(weight, dtype, is_chained, dequantized_copy, follows_experts)
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

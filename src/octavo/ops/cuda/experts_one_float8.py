@@ -47,6 +47,7 @@ from octavo.ops.cuda.linear_hopper import (
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.one_token import (
     Source,
+    allow_next_with,
     empty_other,
     expert_of,
     following,
@@ -434,6 +435,9 @@ def _fetch(
         experts = experts + others
     else:
         experts = _given_experts(ids, TOP_K)
+    # Before, the ring of the next product would take the memory that routing leaves idle, and leave
+    # the experts less.
+    allow_next_with(own_buffer(launch), PDL)
     if turn >= OWN:
         unit = OWN * num_programs + gl.sum(claim, 0)
         if unit < num_gates:
@@ -484,7 +488,7 @@ def _take_turns(
     ids, _weights, logits, num_experts, _scale, _choice = source
     if ids is None:
         prefetch_weights(norm_weight, router_weight, num_experts, size)
-    take_ticket(tickets, launch, PDL)
+    take_ticket(tickets, launch)
     if PDL:
         tl.extra.cuda.gdc_wait()
     buffer = own_buffer(launch)

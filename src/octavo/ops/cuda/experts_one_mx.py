@@ -61,6 +61,7 @@ from octavo.ops.cuda.linear_hopper import (
 from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.one_token import (
     Source,
+    allow_next_with,
     empty_other,
     expert_of,
     following,
@@ -760,7 +761,7 @@ def _finish(
     words_each = gl.cdiv(up_octets * _ROWS, _BLOCK) * (_BLOCK // 2)
     ids, _weights, logits, num_experts, _scale, _choice = source
     if TEAM == 0:
-        take_ticket(tickets, launch, PDL)
+        allow_next_with(take_ticket(tickets, launch), PDL)
     if PDL:
         tl.extra.cuda.gdc_wait()
     number, buffer = told_ticket(launch)

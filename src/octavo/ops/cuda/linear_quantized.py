@@ -250,6 +250,7 @@ class QuantizedCudaLinear:
         dtype: torch.dtype,
         is_chained: bool = False,
         has_copy: bool = False,
+        follows_experts: bool = False,
     ) -> None:
         """
         Args:
@@ -258,6 +259,7 @@ class QuantizedCudaLinear:
             dtype: of inputs and results.
             is_chained: see make_linear_kernel.
             has_copy: see `dequantized_copy` of make_quantized_kernel.
+            follows_experts: see make_quantized_kernel.
         """
         self._stored = stored
         self._permutation = permutation
@@ -287,7 +289,8 @@ class QuantizedCudaLinear:
         # A float16 has more bits than the two numbers of linear_ring.py.
         takes_one = self._scales is not None and dtype == torch.bfloat16
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
-        self._is_in_ring = is_chained and takes_one and has_whole_pieces
+        self._is_in_ring = (is_chained or follows_experts) and takes_one and has_whole_pieces
+        self._follows_experts = follows_experts
         if self._copy is None:
             _reserve(stored, dtype)
 
@@ -452,7 +455,7 @@ class QuantizedCudaLinear:
         weight, scales = self._stored.weight, self._scales
         if not self._is_in_ring:
             return linear_one(x, weight, bias, epilogue, scales=scales)
-        return linear_by_ring(x, weight, bias, epilogue, scales)
+        return linear_by_ring(x, weight, bias, epilogue, scales, self._follows_experts)
 
     def _choose(self, num_tokens: int, epilogue: Epilogue) -> Choice:
         place = bisect_left(SIZES, num_tokens), epilogue.is_gated
@@ -629,10 +632,11 @@ def make_kernel(
     dtype: torch.dtype,
     is_chained: bool = False,
     has_copy: bool = False,
+    follows_experts: bool = False,
 ) -> QuantizedCudaLinear | None:
     """None: no kernel here takes the form, the dtype or the device.
 
-    is_chained, has_copy: see QuantizedCudaLinear.
+    is_chained, has_copy, follows_experts: see QuantizedCudaLinear.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
         return None
@@ -640,4 +644,4 @@ def make_kernel(
     if stored is None:
         return None
     permutation = form.permutation if isinstance(form, GroupedInt) else None
-    return QuantizedCudaLinear(stored, permutation, dtype, is_chained, has_copy)
+    return QuantizedCudaLinear(stored, permutation, dtype, is_chained, has_copy, follows_experts)

@@ -60,6 +60,8 @@ class Ring:
 # Bytes, and bytes of gates and ups, which are on their way during attention: with an output
 # projection's they fit on an SM beside a program of attention (35 KB).
 _MEMORY, _GATED_MEMORY = 94 << 10, 103 << 10
+# A ring that fills up while experts read their weights takes from them what it reads.
+_MEMORY_BESIDE_EXPERTS = 44 << 10
 _MOST_STAGES = 10
 _PAUSE, _PAUSED_PIECES = 150, 64  # nanoseconds, and for how many pieces
 _TILES = ((8, 8), (4, 16))  # rows and pieces
@@ -87,7 +89,12 @@ def _width(is_float8: bool) -> int:
 
 @cache
 def choose_ring(
-    num_rows: int, size: int, is_gated: bool, num_programs: int, is_float8: bool = False
+    num_rows: int,
+    size: int,
+    is_gated: bool,
+    num_programs: int,
+    is_float8: bool = False,
+    follows_experts: bool = False,
 ) -> Ring:
     """For W [num_rows, size], half of whose rows are gates with `is_gated`."""
     halves = 2 if is_gated else 1
@@ -97,7 +104,8 @@ def choose_ring(
         return useful_share(num_rows // halves, size, tile[0], tile[1] * piece, num_programs)
 
     rows, fold = max(_TILES_FLOAT8 if is_float8 and not is_gated else _TILES, key=share)
-    stages = ring_memory(size, piece, is_gated) // (rows * fold * _PIECE.value * halves)
+    memory = ring_memory(size, piece, is_gated, follows_experts)
+    stages = memory // (rows * fold * _PIECE.value * halves)
     blocks = most_units(num_rows // halves, rows, num_programs) * triton.cdiv(size, fold * piece)
     pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
     return Ring(rows, fold, min(stages, _MOST_STAGES, blocks), pause)
@@ -112,11 +120,12 @@ def useful_share(num_rows: int, size: int, rows: int, width: int, num_programs: 
     return share
 
 
-def ring_memory(size: int, piece: int, is_gated: bool) -> int:
+def ring_memory(size: int, piece: int, is_gated: bool, follows_experts: bool = False) -> int:
     """Bytes that are left for blocks of W beside `size` inputs, with so many in a piece."""
     part = _PIECE_ROWS.value * piece
     of_inputs: int = 2 * part * triton.cdiv(size, part)  # each in 16 bits, or in two times 8
-    return (_GATED_MEMORY if is_gated else _MEMORY) - of_inputs
+    memory = _GATED_MEMORY if is_gated else _MEMORY
+    return (_MEMORY_BESIDE_EXPERTS if follows_experts else memory) - of_inputs
 
 
 def most_units(num_rows: int, rows: int, num_programs: int) -> int:
@@ -131,11 +140,12 @@ def linear_by_ring(
     bias: Tensor | None,
     epilogue: Epilogue,
     scales: Scales | None = None,
+    follows_experts: bool = False,
 ) -> Tensor:
     """`linear_ring` with a program for each SM, and the ring that is chosen for W."""
-    num_programs = num_sms(weight.device)
+    num_programs, is_gated = num_sms(weight.device), epilogue.is_gated
     is_float8 = scales is not None
-    ring = choose_ring(*weight.shape, epilogue.is_gated, num_programs, is_float8)
+    ring = choose_ring(*weight.shape, is_gated, num_programs, is_float8, follows_experts)
     return linear_ring(x, weight, bias, epilogue, ring, num_programs, scales)
 
 
@@ -255,10 +265,24 @@ def _place(i: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _rms_factor(parts, size, eps):
     """What the RMS norm multiplies a row by."""
+    return gl.rsqrt(gl.sum(_row_squares(parts), 0) / size + eps)
+
+
+@gluon.jit
+def _row_squares(parts):
+    """[_PIECE_ROWS]: the sums of the squares of a part's pieces, over all parts. No warp waits for
+    another one."""
     squares = parts[0].to(gl.float32) * parts[0].to(gl.float32)
     for i in gl.static_range(1, len(parts)):
         squares += parts[i].to(gl.float32) * parts[i].to(gl.float32)
-    return gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / size + eps)
+    return gl.sum(squares, 1)
+
+
+@gluon.jit
+def _deferred_factor(row_squares, size, eps):
+    """What the RMS norm multiplies a row by, of `_row_squares` in shared memory."""
+    ALL: gl.constexpr = gl.BlockedLayout([_PIECE_ROWS], [32], [gl.num_warps()], [0])
+    return gl.rsqrt(gl.sum(row_squares.load(ALL), 0) / size + eps)
 
 
 @gluon.jit
@@ -269,6 +293,39 @@ def _times(parts, factor, weights, OFFSET: gl.constexpr):
         values = parts[i].to(gl.float32) * factor * (weights[i].to(gl.float32) + OFFSET)
         done += (values,)  # type: ignore[assignment]
     return done
+
+
+@gluon.jit
+def _stream(
+    x,
+    residual,
+    total,
+    branch_weights,
+    size,
+    eps,
+    OFFSET: gl.constexpr,
+    LOADS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The parts of x, or of what it or its norm is added to, as of DeferredNorm."""
+    # What is used last is asked for first: all is, then, before a sum, for which threads wait.
+    before = _parts(residual, size, LOADS, WIDTH, LAYOUT)
+    parts = _parts(x, size, LOADS, WIDTH, LAYOUT)
+    if len(branch_weights) > 0:
+        parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
+    if residual is not None:
+        sums = ()
+        for i in gl.static_range(LOADS):
+            # The sum is rounded before it is normalised: later layers see the same numbers.
+            value = (parts[i].to(gl.float32) + before[i].to(gl.float32)).to(before[i].dtype)
+            sums += (value,)  # type: ignore[assignment]
+        parts = sums
+        if gl.program_id(0) == 0:
+            for i in gl.static_range(LOADS):
+                place = _place(i, WIDTH, LAYOUT)
+                gl.store(total + place, parts[i], mask=place < size)
+    return parts
 
 
 @gluon.jit
@@ -286,40 +343,30 @@ def _inputs(
     LAYOUT: gl.constexpr,
 ):
     """The parts of x, or with `weights` of its norm, as of DeferredNorm."""
-    # What is used last is asked for first: all is, then, before a sum, for which threads wait.
-    before = _parts(residual, size, LOADS, WIDTH, LAYOUT)
-    parts = _parts(x, size, LOADS, WIDTH, LAYOUT)
-    if len(branch_weights) > 0:
-        parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
-    if residual is not None:
-        sums = ()
-        for i in gl.static_range(LOADS):
-            # The sum is rounded before it is normalised: later layers see the same numbers.
-            value = (parts[i].to(gl.float32) + before[i].to(gl.float32)).to(before[i].dtype)
-            sums += (value,)  # type: ignore[assignment]
-        parts = sums
-        if gl.program_id(0) == 0:
-            for i in gl.static_range(LOADS):
-                place = _place(i, WIDTH, LAYOUT)
-                gl.store(total + place, parts[i], mask=place < size)
+    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, LAYOUT)
     if len(weights) > 0:
         parts = _times(parts, _rms_factor(parts, size, eps), weights, OFFSET)
     return parts
 
 
 @gluon.jit
-def _largest(parts):
-    """The largest of a row's sizes."""
+def _largest(parts, FOLD: gl.constexpr):
+    """[_PIECE_ROWS]: the largest of the sizes of each piece and of those that are the same column,
+    which are FOLD apart. All of them are in one warp, so that none waits for another one."""
     sizes = gl.abs(parts[0].to(gl.float32))
     for i in gl.static_range(1, len(parts)):
         sizes = gl.maximum(sizes, gl.abs(parts[i].to(gl.float32)))
-    return gl.max(gl.max(sizes, 1), 0)
+    of_pieces = gl.max(sizes, 1)
+    by_column = of_pieces.reshape([_PIECE_ROWS // FOLD, FOLD])
+    by_column = gl.maximum(by_column, gl.max(by_column, 0)[None, :])
+    return gl.convert_layout(by_column.reshape([_PIECE_ROWS]), of_pieces.type.layout)
 
 
 @gluon.jit
-def _store_in_two(part, factor, target):
-    """Write the two numbers of each input of a part: those of a piece are neighbouring rows."""
-    high, low = in_two(part.to(gl.float32) * factor)
+def _store_in_two(part, factors, target):
+    """Write the two numbers of each input of a part, times a factor for each piece: those of a
+    piece are neighbouring rows."""
+    high, low = in_two(part.to(gl.float32) * factors[:, None])
     both = gl.join(high, low).permute((0, 2, 1))
     target.store(both.reshape([2 * part.shape[0], part.shape[1]]))
 
@@ -349,12 +396,15 @@ def _row_scales(
 
 
 @gluon.jit
-def _by_row(acc, FOLD: gl.constexpr):
-    """[rows]: the sums of the products of pieces with the pieces of x that they belong to."""
+def _by_row(acc, factors, FOLD: gl.constexpr):
+    """[rows]: the sums of the products of pieces with the pieces of x that they belong to, times
+    what columns are to be multiplied by, if that is given."""
     LAYOUT: gl.constexpr = acc.type.layout
     EACH: gl.constexpr = acc.shape[1] // FOLD  # numbers of an input
     piece = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT)) % FOLD
     column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT)) // EACH
+    if factors is not None:
+        acc = acc * factors[None, :]
     own = gl.sum(gl.where(piece[:, None] == column[None, :], acc, 0.0), 1)
     return gl.sum(own.reshape([acc.shape[0] // FOLD, FOLD]), 1)
 
@@ -421,6 +471,10 @@ def _linear_ring_kernel(
     )
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, FOLD, WIDTH], weight.layout)
     x_parts = gl.allocate_shared_memory(DTYPE, [LOADS, EACH * _PIECE_ROWS, WIDTH], WHOLE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if scales is not None:
+        row_squares = gl.allocate_shared_memory(gl.float32, [_PIECE_ROWS], FLAT)
+        column_scales = gl.allocate_shared_memory(gl.float32, [EACH * _PIECE_ROWS], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     LEFT: gl.constexpr = [STAGES * HALVES, ROWS * FOLD, WIDTH]
     RIGHT: gl.constexpr = [LOADS * _PIECE_ROWS // FOLD, EACH * FOLD, WIDTH]
@@ -432,7 +486,6 @@ def _linear_ring_kernel(
     num_units = gl.cdiv(gl.cdiv(num_rows, ROWS) - gl.program_id(0), gl.num_programs(0))
     HAS_ROW_SCALES: gl.constexpr = scales is not None and not HAS_GROUPS
     if HAS_ROW_SCALES:  # loaded when products are there, they would be waited for in each unit
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scale_halves = gl.allocate_shared_memory(gl.float32, [HALVES, UNITS * ROWS], FLAT)
         scale_rows = reinterpreted(scale_halves, [HALVES * UNITS, ROWS], FLAT)
         own_scales = _row_scales(scales, 0, num_rows, block_rows, scale_stride, UNITS, ROWS)
@@ -457,18 +510,30 @@ def _linear_ring_kernel(
             scale_halves.index(1).store(up_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _inputs(
-        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
-    )
     if scales is None:
+        parts = _inputs(
+            x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
+        )
         for i in gl.static_range(LOADS):
             x_parts.index(i).store(parts[i].to(DTYPE))
     else:
-        x_factor, x_scale = scales_of_two(_largest(parts))
+        # What takes all of the row, results are multiplied by: warps wait for each other only once.
+        parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
+        if norm_weight is not None:
+            row_squares.store(_row_squares(parts))
+            parts = _times(parts, 1.0, weights, OFFSET)
+        piece_factors, piece_scales = scales_of_two(_largest(parts, FOLD))
         for i in gl.static_range(LOADS):
-            _store_in_two(parts[i], x_factor, x_parts.index(i))
+            _store_in_two(parts[i], piece_factors, x_parts.index(i))
+        column_scales.store(gl.join(piece_scales, piece_scales).reshape([EACH * _PIECE_ROWS]))
     fence_async_shared()
     _barrier()
+    column_factors = None
+    if scales is not None:
+        of_columns = reinterpreted(column_scales, [_PIECE_ROWS // FOLD, EACH * FOLD], FLAT)
+        column_factors = of_columns.index(0).load(gl.SliceLayout(0, SUMS))
+        if norm_weight is not None:
+            column_factors *= _deferred_factor(row_squares, size, eps)
     none = gl.zeros([ROWS * FOLD, EACH * FOLD], gl.float32, SUMS)
     sum_row = gl.arange(0, ROWS * FOLD, layout=gl.SliceLayout(1, SUMS))
     missing = count - STAGES  # blocks that are not asked for
@@ -516,18 +581,14 @@ def _linear_ring_kernel(
                 up = up * up_scale[:, None]
             sums = acc if SPAN == BLOCKS else sums + acc
             up_sums = up if SPAN == BLOCKS else up_sums + up
-        y = _by_row(sums, FOLD)
-        if scales is not None:
-            y *= x_scale
+        y = _by_row(sums, column_factors, FOLD)
         if HAS_ROW_SCALES:
             y *= scale_rows.index(unit).load(y.type.layout)
         rows = _first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
         if HAS_BIAS:
             y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
         if GATED:
-            ups = _by_row(up_sums, FOLD)
-            if scales is not None:
-                ups *= x_scale
+            ups = _by_row(up_sums, column_factors, FOLD)
             if HAS_ROW_SCALES:
                 ups *= scale_rows.index(UNITS + unit).load(y.type.layout)
             if HAS_BIAS:

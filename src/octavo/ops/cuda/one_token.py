@@ -81,12 +81,12 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def take_ticket(tickets, launch, PDL: gl.constexpr):
+def take_ticket(tickets, launch):
     """Find out which of both buffers the launch uses, and how many of its programs were before this
-    one, and tell it to the other partitions.
+    one, and tell it to the other partitions; the ticket, of all programs of two launches.
 
-    That is before the wait, as no other atomic is: the next kernel may start, and thus the next
-    launch of this one may take tickets, when all programs have theirs.
+    That is before the wait, as no other atomic is: by `allow_next_with`, the next kernel may start,
+    and thus the next launch of this one may take tickets, when all programs have theirs.
     """
     numbers, is_told = launch
     all_programs = 2 * gl.num_programs(0)
@@ -94,12 +94,18 @@ def take_ticket(tickets, launch, PDL: gl.constexpr):
     if ticket == all_programs - 1:  # All programs of both launches have theirs.
         # The largest is the ticket: it is waited for, that is, until the counter is 0.
         ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
-    if PDL and ticket >= 0:  # always: it is waited for
-        tl.extra.cuda.gdc_launch_dependents()
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
     _barrier()
     mbarrier.arrive(is_told.index(0), count=1)
+    return ticket
+
+
+@gluon.jit
+def allow_next_with(ticket, PDL: gl.constexpr):
+    """As pdl.allow_next, once there is the program's ticket, or another number that says that."""
+    if PDL and ticket >= 0:  # always: it is waited for
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
