@@ -5,6 +5,9 @@
 # offers that one. For a CPU, let pip find a CPU build of the pinned version first: set
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, which pip reads by itself.
 
+# Where modules are compiled again by each process that imports them, servers start a second later.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/installed

@@ -165,6 +165,7 @@ def test_what_should_import_without_torch_does() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_offline_use_needs_no_library_of_the_server() -> None:
     """A model generates where only the libraries of offline use are installed."""
     contract = contracts()["offline"]

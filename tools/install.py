@@ -10,13 +10,11 @@ what is installed and how long that took. In a terminal the seconds run while pi
 
 from __future__ import annotations
 
-import compileall
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterable
@@ -112,6 +110,7 @@ def main() -> int:
     name = "octavo[dev]" if for_development else "octavo"
     print(f"Installing {name} into {os.path.relpath(sys.prefix)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    # Modules are compiled when they are imported first: most of those that are installed never are.
     command += ["--progress-bar", "off", "--no-compile"]
     for project in (".[dev]", "./demo", "./paper") if for_development else (".[structured]",):
         command += ["--editable", project]
@@ -123,8 +122,6 @@ def main() -> int:
     finally:
         report.close()
     if pip.returncode == 0:
-        # On all cores; pip would take one.
-        compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
         print(report.summary())
     return pip.returncode
 

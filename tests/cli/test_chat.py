@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from click_harness import Octavo
 
 from model_zoo import model_directory, write_model
@@ -88,6 +89,7 @@ def test_a_model_without_a_chat_template(octavo: Octavo, tmp_path: Path) -> None
     assert f"error: model: {tmp_path} has no chat template" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_model_with_an_encoder(octavo: Octavo) -> None:
     """Refused at the start, not at each message."""
     result = octavo("chat", "--model", model_directory("bart"), "--num-blocks", 100, stdin="hi\n")
@@ -95,6 +97,7 @@ def test_a_model_with_an_encoder(octavo: Octavo) -> None:
     assert result.output.count("has an encoder and no conversations; see `octavo generate`") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_in_a_terminal() -> None:
     """The first one ends a long answer, the next one, at the prompt, only the line."""
     terminal, other_end = pty.openpty()

@@ -71,6 +71,7 @@ def assert_same(a: Trainer, b: Trainer) -> None:
         assert torch.equal(tensor, weights(b)[name]), name
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     before = weights(whole)

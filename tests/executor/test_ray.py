@@ -46,6 +46,7 @@ def make(cluster: Any, **options: Any) -> LLM:
     return LLM(model, **OPTIONS, **options_for(cluster, **options))
 
 
+@pytest.mark.slow
 def test_the_same_tokens_from_ranks_on_two_nodes(cluster: Any) -> None:
     """Greedy, several samples, beams, preemption; and the process keeps its signal handler."""
     options = {"num_blocks": 60, "preemption_mode": "swap", "num_threads": 1}

@@ -6,6 +6,7 @@ from octavo_paper import demo_sharing
 from octavo_paper.demo_sharing import DemoSharing
 
 
+@pytest.mark.slow
 def test_real_beams_share_more_than_real_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than run at once, so that requests wait, as in figure 15; of both, half as
     many."""

@@ -31,7 +31,7 @@ def losses(communicator: Communicator, directory: str, ids: list[int]) -> tuple[
     return loss.mean, float((exact.exp() * (exact - found)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.slow), "mixtral"])
 def test_the_measured_loss_of_quantization(name: str, ranks: Callable[[int], Ranks]) -> None:
     directory = model_for(name, 2)
     results = ranks(2).call(losses, str(directory), model_zoo.random_token_ids(20))

@@ -216,6 +216,7 @@ def test_a_request_that_is_not_finite_fails_alone(ranks: RanksOf) -> None:
         assert found[place].outputs[0].token_ids == expected[place].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_ranks_round_their_own_keys_and_values_to_fp8(ranks: RanksOf) -> None:
     """Each has the same scales, whatever heads it holds."""
     prompts, beams = PROMPTS * 2, BeamSearchParams(beam_width=3, max_tokens=8)

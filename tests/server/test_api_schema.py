@@ -75,6 +75,7 @@ def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
                 time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_every_program_of_the_description_works(server: LiveServer) -> None:
     make_what_examples_name(server)
     description = server.get("/openapi.json").json()

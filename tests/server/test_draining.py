@@ -282,6 +282,7 @@ def test_sigterm_in_the_middle_of_a_rolling_restart() -> None:
         assert running.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_killed_during_a_rolling_restart(server: LiveServer) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         expected = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]

@@ -106,6 +106,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_replaced(server: LiveServer) -> 
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_engine_and_streams_go_on(
     server: LiveServer, expected: list[str]
 ) -> None:

@@ -70,6 +70,7 @@ def num_running(server: LiveServer) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_no_stream_is_lost_or_altered_when_a_replica_is_killed(server: LiveServer) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         expected = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]

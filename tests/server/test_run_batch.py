@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cli.click_harness import run as octavo
 from server.live_server import OPTIONS
 
@@ -133,6 +135,7 @@ def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
     assert answered(target) == replies
 
 
+@pytest.mark.slow
 def test_requests_may_share_an_id(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts = ["Once", "The dog", "Once"]

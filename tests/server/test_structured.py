@@ -144,6 +144,7 @@ FOUR = {"type": "array", "items": SCHEMA, "minItems": 4, "maxItems": 4}
 CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalProperties": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
@@ -151,7 +152,7 @@ CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalPrope
             "/v1/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"schema": FOUR}}},
         ),
-        pytest.param(
+        (
             "/v1/chat/completions",
             {
                 "prompt": None,
@@ -160,7 +161,6 @@ CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalPrope
                 "tool_choice": "required",
                 "parallel_tool_calls": False,
             },
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -268,6 +268,7 @@ def test_parts_that_cannot_be_are_refused(parts: Any, words: str) -> None:
         SamplingParams(structured={"parts": parts})
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_says(llm: LLM) -> None:
     asks = [
         SamplingParams(seed=1, n=2, max_tokens=40, structured={"json_schema": PERSON}),

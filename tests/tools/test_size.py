@@ -50,6 +50,7 @@ def test_docstrings_of_fields_are_no_code(size: dict[str, Any], tmp_path: Path) 
     assert size["measure"](path).code_lines == 3
 
 
+@pytest.mark.slow
 def test_the_paper_and_the_demo_are_counted_beside_the_engine(
     size: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
