@@ -89,9 +89,9 @@ def test_a_model_without_a_chat_template(octavo: Octavo, tmp_path: Path) -> None
     assert f"error: model: {tmp_path} has no chat template" in result.stderr
 
 
-@pytest.mark.slow
-def test_a_model_with_an_encoder(octavo: Octavo) -> None:
-    """Refused at the start, not at each message."""
+def test_a_model_with_an_encoder(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before its weights are loaded, not at each message."""
+    monkeypatch.setattr("octavo.cli.chat.LLM", None)
     result = octavo("chat", "--model", model_directory("bart"), "--num-blocks", 100, stdin="hi\n")
     assert result.exit_code == 1
     assert result.output.count("has an encoder and no conversations; see `octavo generate`") == 1
