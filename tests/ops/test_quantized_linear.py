@@ -211,6 +211,21 @@ def test_one_token_times_float8_by_a_ring(
         assert relative(kernel.apply(x, bias, epilogue), wanted) < TOLERANCE
 
 
+def test_a_norm_before_a_norm_of_float8_by_a_ring(rings: torch.device) -> None:
+    form = ScaledFloat8.quantize(inputs(40, 1152, torch.float32, rings), (1, 1152))
+    kernel = make_kernel(form, torch.bfloat16, is_chained=True)
+    assert kernel is not None
+    x, residual, branch, scale = inputs(4, 1152, torch.bfloat16, rings).unsqueeze(1)
+    total = torch.empty_like(x)
+    given = DeferredNorm(x * 300, scale[0], 1e-5, 1.0, residual, total, branch[0])
+    actual = kernel.apply_normed(given, None, Epilogue.NONE)
+    normed = torch.nn.functional.rms_norm(given.x.float(), (1152,), branch[0].float() + 1, 1e-5)
+    stream = (normed + residual.float()).bfloat16()
+    torch.testing.assert_close(total, stream, rtol=2**-7, atol=1e-3)
+    normed = torch.nn.functional.rms_norm(stream.float(), (1152,), scale[0].float() + 1, 1e-5)
+    assert relative(actual, normed @ form.dequantize().t()) < TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("has_groups", [False, True])

@@ -435,8 +435,7 @@ def _fetch(
         experts = experts + others
     else:
         experts = _given_experts(ids, TOP_K)
-    # Before, the ring of the next product would take the memory that routing leaves idle, and leave
-    # the experts less.
+    # Not before: a layer takes longer if the next product's ring fills up while experts are chosen.
     allow_next_with(own_buffer(launch), PDL)
     if turn >= OWN:
         unit = OWN * num_programs + gl.sum(claim, 0)
