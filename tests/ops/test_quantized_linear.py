@@ -266,9 +266,8 @@ def test_layers_say_whether_projections_follow_each_other(
     dense = inputs(9000, 128, torch.bfloat16, rings)
     slot.put(ScaledFloat8.quantize(dense, (1, 128)), torch.bfloat16)
     projection.finalize()
-    assert projection.norms_inputs(1, norms_branch=False) is bool(
-        chains
-    )  # of so many rows, else not
+    norms_inputs = projection.norms_inputs(1, norms_branch=False)
+    assert norms_inputs is bool(chains)  # not of so many rows else
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-asymmetric"])

@@ -14,8 +14,7 @@ import click
 
 from octavo.cli.options import SAMPLING_HELP, engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log
-from octavo.config import EngineConfig, make_config
-from octavo.engine.tokenizer import Tokenizer
+from octavo.config import make_config
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.llm import LLM
 from octavo.models.hub import resolve_model
@@ -44,8 +43,17 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
     Works in a plain terminal and with messages piped in, one per line.
     """
     show_log(quiet=True, verbose=False)
-    check_talks(make_config(model, **engine))
+    config = make_config(model, **engine)
+    # Before weights are loaded. The template is asked for afterwards: some tokenizers take seconds.
+    if read_model_config(resolve_model(config.model), config.model_impl).encoder is not None:
+        raise InvalidRequest(
+            "model", f"{model} has an encoder and no conversations; see `octavo generate`"
+        )
     with LLM(model, owns_process=True, **engine) as llm:
+        if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+            raise InvalidRequest(
+                "model", f"{model} has no chat template; `octavo generate` continues plain text"
+            )
         conversation = Conversation(llm, make_sampling_params(llm, sampling), system)
         say(f"{model}, up to {llm.engine.max_model_len} tokens. /help lists the commands.")
         for message in read_messages():
@@ -58,20 +66,6 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
                     conversation.ask(message)
             except OctavoError as error:  # it ends the message, not the conversation
                 say(f"error: {error}")
-
-
-def check_talks(config: EngineConfig) -> None:
-    """Raise InvalidRequest if the model has no conversations, before its weights are loaded."""
-    model = resolve_model(config.model)
-    if read_model_config(model, config.model_impl).encoder is not None:
-        raise InvalidRequest(
-            "model", f"{config.model} has an encoder and no conversations; see `octavo generate`"
-        )
-    tokenizer = Tokenizer.find(model)
-    if tokenizer is None or not tokenizer.has_chat_template:
-        raise InvalidRequest(
-            "model", f"{config.model} has no chat template; `octavo generate` continues plain text"
-        )
 
 
 class Conversation:

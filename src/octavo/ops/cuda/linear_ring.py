@@ -125,7 +125,9 @@ def ring_memory(size: int, piece: int, is_gated: bool, follows_experts: bool = F
     part = _PIECE_ROWS.value * piece
     of_inputs: int = 2 * part * triton.cdiv(size, part)  # each in 16 bits, or in two times 8
     memory = _GATED_MEMORY if is_gated else _MEMORY
-    return (_MEMORY_BESIDE_EXPERTS if follows_experts else memory) - of_inputs
+    if follows_experts:
+        memory = _MEMORY_BESIDE_EXPERTS
+    return memory - of_inputs
 
 
 def most_units(num_rows: int, rows: int, num_programs: int) -> int:
@@ -263,12 +265,6 @@ def _place(i: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _rms_factor(parts, size, eps):
-    """What the RMS norm multiplies a row by."""
-    return gl.rsqrt(gl.sum(_row_squares(parts), 0) / size + eps)
-
-
-@gluon.jit
 def _row_squares(parts):
     """[_PIECE_ROWS]: the sums of the squares of a part's pieces, over all parts. No warp waits for
     another one."""
@@ -279,10 +275,9 @@ def _row_squares(parts):
 
 
 @gluon.jit
-def _deferred_factor(row_squares, size, eps):
-    """What the RMS norm multiplies a row by, of `_row_squares` in shared memory."""
-    ALL: gl.constexpr = gl.BlockedLayout([_PIECE_ROWS], [32], [gl.num_warps()], [0])
-    return gl.rsqrt(gl.sum(row_squares.load(ALL), 0) / size + eps)
+def _rms_factor(row_squares, size, eps):
+    """What the RMS norm multiplies a row by, of its `_row_squares`."""
+    return gl.rsqrt(gl.sum(row_squares, 0) / size + eps)
 
 
 @gluon.jit
@@ -293,6 +288,14 @@ def _times(parts, factor, weights, OFFSET: gl.constexpr):
         values = parts[i].to(gl.float32) * factor * (weights[i].to(gl.float32) + OFFSET)
         done += (values,)  # type: ignore[assignment]
     return done
+
+
+@gluon.jit
+def _normed(parts, weights, size, eps, OFFSET: gl.constexpr):
+    """The RMS norm of a row; the row itself if the norm has no weights, that is, there is none."""
+    if len(weights) > 0:
+        parts = _times(parts, _rms_factor(_row_squares(parts), size, eps), weights, OFFSET)
+    return parts
 
 
 @gluon.jit
@@ -312,8 +315,7 @@ def _stream(
     # What is used last is asked for first: all is, then, before a sum, for which threads wait.
     before = _parts(residual, size, LOADS, WIDTH, LAYOUT)
     parts = _parts(x, size, LOADS, WIDTH, LAYOUT)
-    if len(branch_weights) > 0:
-        parts = _times(parts, _rms_factor(parts, size, eps), branch_weights, OFFSET)
+    parts = _normed(parts, branch_weights, size, eps, OFFSET)
     if residual is not None:
         sums = ()
         for i in gl.static_range(LOADS):
@@ -325,27 +327,6 @@ def _stream(
             for i in gl.static_range(LOADS):
                 place = _place(i, WIDTH, LAYOUT)
                 gl.store(total + place, parts[i], mask=place < size)
-    return parts
-
-
-@gluon.jit
-def _inputs(
-    x,
-    residual,
-    total,
-    weights,
-    branch_weights,
-    size,
-    eps,
-    OFFSET: gl.constexpr,
-    LOADS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """The parts of x, or with `weights` of its norm, as of DeferredNorm."""
-    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, LAYOUT)
-    if len(weights) > 0:
-        parts = _times(parts, _rms_factor(parts, size, eps), weights, OFFSET)
     return parts
 
 
@@ -510,15 +491,13 @@ def _linear_ring_kernel(
             scale_halves.index(1).store(up_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
     if scales is None:
-        parts = _inputs(
-            x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
-        )
+        parts = _normed(parts, weights, size, eps, OFFSET)
         for i in gl.static_range(LOADS):
             x_parts.index(i).store(parts[i].to(DTYPE))
     else:
         # What takes all of the row, results are multiplied by: warps wait for each other only once.
-        parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
         if norm_weight is not None:
             row_squares.store(_row_squares(parts))
             parts = _times(parts, 1.0, weights, OFFSET)
@@ -533,7 +512,8 @@ def _linear_ring_kernel(
         of_columns = reinterpreted(column_scales, [_PIECE_ROWS // FOLD, EACH * FOLD], FLAT)
         column_factors = of_columns.index(0).load(gl.SliceLayout(0, SUMS))
         if norm_weight is not None:
-            column_factors *= _deferred_factor(row_squares, size, eps)
+            ALL: gl.constexpr = gl.BlockedLayout([_PIECE_ROWS], [32], [gl.num_warps()], [0])
+            column_factors *= _rms_factor(row_squares.load(ALL), size, eps)
     none = gl.zeros([ROWS * FOLD, EACH * FOLD], gl.float32, SUMS)
     sum_row = gl.arange(0, ROWS * FOLD, layout=gl.SliceLayout(1, SUMS))
     missing = count - STAGES  # blocks that are not asked for

@@ -45,8 +45,9 @@ from octavo.ops.cuda.linear_ring import _PIECE_ROWS as _PART_PIECES
 from octavo.ops.cuda.linear_ring import (
     _first_row,
     _following,
-    _inputs,
+    _normed,
     _parts,
+    _stream,
     most_units,
     norm_tensors,
     pause_for,
@@ -384,9 +385,8 @@ def _consume(
             shifts += (gl.load(bias + of_half, mask=is_row, other=0.0),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _inputs(
-        x, residual, total, weights, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS
-    )
+    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
+    parts = _normed(parts, weights, size, eps, OFFSET)
     for i in gl.static_range(LOADS):
         rounded = parts[i].to(gl.bfloat16).to(gl.float32)
         x_parts.index(i).store((rounded * _INPUT_FACTOR).to(gl.bfloat16))

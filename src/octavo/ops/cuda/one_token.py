@@ -103,7 +103,8 @@ def take_ticket(tickets, launch):
 
 @gluon.jit
 def allow_next_with(ticket, PDL: gl.constexpr):
-    """As pdl.allow_next, once there is the program's ticket, or another number that says that."""
+    """As pdl.allow_next, once the program has its ticket; or ticket: `own_buffer`, which follows
+    from it."""
     if PDL and ticket >= 0:  # always: it is waited for
         tl.extra.cuda.gdc_launch_dependents()
 
