@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -193,12 +193,12 @@ def weight_bytes(engine: Engine, batch: int, hit: float) -> float:
 
 def saved_bytes(shard: ModelConfig, batch: int, hit: float) -> float:
     """How many bytes fewer that is because of copies in 12 bits."""
-    saved = 0.0
-    for each in (shard.head, *chain(*shard.copyable)):
-        if not isinstance(each, ExpertsConfig):
-            saved += each.copy_saves(batch)
-        elif batch in each.copied_tokens:
-            saved += each.copy_saves_of_all * hit / each.routing.num_experts
+    saved = float(shard.head.copy_saves(batch))
+    for layer in shard.layers:
+        saved += layer.copy_saves(batch)
+        experts = layer.mlp
+        if isinstance(experts, ExpertsConfig) and batch in experts.copied_tokens:
+            saved += experts.copy_saves_of_all * hit / experts.routing.num_experts
     return saved
 
 

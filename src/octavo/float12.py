@@ -17,7 +17,8 @@ _MOST_OF_FEWER = 64  # tokens times others
 _ROWS_OF_TOKEN = 200  # of these others, for each token that gains
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
-_LEAST_OF_ONE = 7 << 20  # weights that one token reads from a copy
+_LEAST_OF_ONE = 20 << 20  # weights that one token reads from a copy
+_LEAST_OF_CHAINED = 7 << 20  # the same, where rings read copies
 MOST_OF_EXPERT = 64  # tokens of one expert that its copy is multiplied by at once
 # Of one token, whose experts are read from copies: of gates, and of all down projections together.
 MOST_GATE_INPUTS, MOST_DOWN_INPUTS = 4096, 8192
@@ -36,14 +37,17 @@ def copy_bytes(num_rows: int, size: int) -> int:
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
 
 
-def copied_tokens(num_rows: int, size: int) -> range:
-    """For which numbers of tokens a copy of W [num_rows, size] is read."""
-    return range(fewest_tokens(num_rows, size), most_tokens(num_rows) + 1)
+def copied_tokens(num_rows: int, size: int, is_chained: bool = False) -> range:
+    """For which numbers of tokens a copy of W [num_rows, size] is read.
+
+    is_chained: products of one token follow each other in rings (ops/cuda/linear_ring_float12.py).
+    """
+    return range(fewest_tokens(num_rows, size, is_chained), most_tokens(num_rows) + 1)
 
 
-def fewest_tokens(num_rows: int, size: int) -> int:
-    """From how many tokens on: a small W is read by one token as fast as its copy is unpacked."""
-    return 1 if num_rows * size >= _LEAST_OF_ONE else 2
+def fewest_tokens(num_rows: int, size: int, is_chained: bool = False) -> int:
+    """From how many tokens on: one token's GEMV reads a small W as fast as its copy is unpacked."""
+    return 1 if num_rows * size >= (_LEAST_OF_CHAINED if is_chained else _LEAST_OF_ONE) else 2
 
 
 def most_tokens(num_rows: int) -> int:

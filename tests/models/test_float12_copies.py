@@ -251,6 +251,10 @@ def test_ranks_have_copies_of_their_parts() -> None:
     small, large = (sum(each.copy_saves(n) for each in some.copyable[0]) for n in (64, 16))
     assert 0 < small < large
     assert some.copy_saves(64) == some.head.copy_saves(64) + 5 * small
+    # One token's output projection reads its copy in a ring, and its weight by itself.
+    output = some.layers[0].attention.output
+    assert output.copy_saves(1) == 0 < output.copy_saves(1, is_chained=True)
+    assert some.copy_saves(1) == some.copy_saves(16) == some.head.copy_saves(16) + 5 * large
 
 
 def test_experts_have_copies() -> None:
@@ -291,7 +295,8 @@ def test_attention_has_copies_beside_experts() -> None:
     output = 2 * 2880 * 4096 - attention.output.copy_bytes
     assert min(qkv, output) > 0
     layers, head = len(config.layers), 2 * 201_088 * 2880 - config.head.copy_bytes
-    assert config.copy_saves(1) == config.copy_saves(8) == head + layers * (qkv + output)
+    assert config.copy_saves(1) == head  # by GEMVs, of weights that are small and in no chain
+    assert config.copy_saves(2) == config.copy_saves(8) == head + layers * (qkv + output)
     assert config.copy_saves(9) == config.copy_saves(16) == head + layers * qkv
     assert config.copy_saves(17) == config.copy_saves(128) == head
     assert config.copy_saves(129) == 0

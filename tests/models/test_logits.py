@@ -40,7 +40,9 @@ def expected(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 def assert_equal(got: Tensor, want: Tensor) -> None:
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    # Rounding errors of both grow with the logits: of a tied table they are up to 11.
+    atol = TOLERANCE * max(1.0, float(want.abs().max()) / 5)
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)

@@ -167,6 +167,13 @@ def test_what_no_program_has_all_of_is_not_rounded() -> None:
     assert can_round(Rounding.INTEGERS, few, 4, 128)
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 8), (128, 4), (128, 1), (64, 8), (256, 2)])
+def test_few_pairs_have_one_program_on_each_sm(head_dim: int, group: int) -> None:
+    """As many sequences as leave some SMs without a program never have other programs."""
+    found = {decode_config(torch.bfloat16, head_dim, group, n) for n in range(9, 64)}
+    assert [config.num_programs for config in found] == [132]
+
+
 def test_a_sequence_is_combined_in_two_rounds_where_each_program_has_an_sm() -> None:
     def splits(num_seqs: int, kv_heads: int, group: int, dim: int) -> int:
         config = decode_config(torch.bfloat16, dim, group, num_seqs * kv_heads)

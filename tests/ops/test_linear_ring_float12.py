@@ -170,7 +170,7 @@ def test_a_chain_reads_the_copy_for_one_token(
 
     monkeypatch.setattr(float12_ring, "linear_one_float12", multiply)
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_CHAINED", 1)
     monkeypatch.setattr(float12, "_ROWS_OF_TOKEN", 1)
     monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
     monkeypatch.setattr(linear_copied, "linear_float12", lambda x, *args: x)
@@ -192,6 +192,9 @@ def test_a_chain_reads_the_copy_for_one_token(
     halves, shift = CopiedLinear(weight[:24].contiguous(), is_chained=True), bias[:24]
     wanted = expected(x, weight[:24], shift, Epilogue.SILU_MUL)
     assert_close(halves.apply(x, shift, Epilogue.SILU_MUL), wanted)
+    alone = CopiedLinear(weight).apply(x, None, Epilogue.NONE)
+    assert_close(alone, expected(x, weight, None, Epilogue.NONE))  # of so few weights by a GEMV
+    monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
     assert CopiedLinear(weight).apply(x, None, Epilogue.NONE) is x, "not in a chain"
     assert len(calls) == 4, "of others a GEMV is left to the weight"
 
@@ -230,7 +233,7 @@ def test_a_chain_without_a_ring_for_the_copy_reads_the_weight(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_CHAINED", 1)
     monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
     monkeypatch.setattr(float12_ring, "choose_float12_ring", lambda *args: None)
     x, weight = operands(48, 320, device)

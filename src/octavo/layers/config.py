@@ -131,19 +131,25 @@ class LinearConfig:
             return 2 * self.out_features * self.in_features
         return float12.copy_bytes(self.out_features, self.in_features)
 
-    def copy_saves(self, num_tokens: int) -> int:
+    def copy_saves(self, num_tokens: int, is_chained: bool = False) -> int:
         """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy: 0 of
-        a dequantized one, which products read that arithmetic bounds."""
-        if num_tokens not in self.copied_tokens:
+        a dequantized one, which products read that arithmetic bounds.
+
+        is_chained: see LayerConfig.chains_projections.
+        """
+        if num_tokens not in self._copied_tokens(is_chained):
             return 0
         return 2 * self.out_features * self.in_features - self.copy_bytes
 
     @property
     def copied_tokens(self) -> range:
-        """For which numbers of tokens a copy in 12 bits is read."""
+        """For which numbers of tokens a copy in 12 bits is read, unless it is chained."""
+        return self._copied_tokens(is_chained=False)
+
+    def _copied_tokens(self, is_chained: bool) -> range:
         if self.copy != "float12":
             return range(0)
-        return float12.copied_tokens(self.out_features, self.in_features)
+        return float12.copied_tokens(self.out_features, self.in_features, is_chained)
 
     def out_ranges(self) -> list[tuple[int, slice]]:
         """For each merged projection, how many outputs the whole has, and which of them these are:

@@ -141,6 +141,15 @@ class LayerConfig:
         projections = () if dense is None else (dense.up, dense.down)
         return (self.attention.qkv, self.attention.output, *projections, *experts)
 
+    def copy_saves(self, num_tokens: int) -> int:
+        """How many bytes fewer projections read for so many tokens because of their copies, without
+        those of experts that a router chooses from."""
+        return sum(
+            each.copy_saves(num_tokens, self.chains_projections)
+            for each in self.copyable
+            if isinstance(each, LinearConfig)
+        )
+
     @property
     def num_parameters(self) -> int:
         return self._beside_mlp + self.mlp.num_parameters
@@ -329,7 +338,12 @@ class ModelDescription:
     def copy_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each, if all choices of experts are equally likely."""
-        return sum(each.copy_saves(num_tokens) for each in (self.head, *chain(*self.copyable)))
+        saved = self.head.copy_saves(num_tokens)
+        for layer in self.layers:
+            saved += layer.copy_saves(num_tokens)
+            if isinstance(layer.mlp, ExpertsConfig):
+                saved += layer.mlp.copy_saves(num_tokens)
+        return saved
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:

@@ -27,10 +27,10 @@ in flight):
            64 x 1,024           71         79         69         69         75         69
            256 x 1,024         255        260        249        251        255        256
 Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven fit
-on an SM, take half the time there and lose nothing elsewhere. For 1 x 8,192, one program per SM
-with 128 keys per tile leaves less to combine, except where a KV head has eight query heads (1 x
-4,096, 32 / 4: 31 us, with small programs 21). Adding the new token after the cached ones took 0.5
-to 1 us longer for one sequence.
+on an SM, take half the time there and lose nothing elsewhere. Up to 66 pairs of sequences and KV
+heads are too few for them: one program per SM with 128 keys per tile leaves less to combine, also
+where some SMs have none (docs/experiments.md, Nine to 66 pairs). Adding the new token after the
+cached ones took 0.5 to 1 us longer for one sequence.
 
 Where four programs share an SM, or one has it, they fetch their first 32 or 64 keys to the L2 cache
 before the preceding kernel has ended, and load them when the queries have come: 0.3 to 1 us less
@@ -217,10 +217,9 @@ def decode_config(
     program may take; is_fp8: whether the cache is e4m3.
     """
     padded = max(16, power_of_2(head_dim))
-    is_few = num_pairs <= 16
     # Queries of up to 16 heads take the rows of one tile, however many there are.
-    if is_fp8 and dtype != torch.float32 and padded == 128 and group <= (7 if is_few else 16):
-        if is_few:
+    if is_fp8 and dtype != torch.float32 and padded == 128 and group <= 16:
+        if num_pairs <= 16:
             return DecodeConfig(128, 4, num_stages=3, num_programs=_SMS)
         if group == 1 and num_pairs >= 512:
             return DecodeConfig(32, 1, num_stages=3, num_programs=MAX_PROGRAMS)
@@ -234,9 +233,7 @@ def decode_config(
     is_measured = 1 < group <= 16 and padded in (64, 128) and not is_fp8
     if has_room and is_measured and _pays_with_two_warps(num_pairs, padded):
         return DecodeConfig(4096 // padded, 2, num_stages=4, num_programs=_SMS * 4, fetched=32)
-    if has_room and num_pairs <= _SMS // 2 and _cuts_evenly(_SMS, num_pairs):  # takes 138 KB
-        if 8 <= group <= 16 and padded == 128 and num_pairs <= 16:
-            return DecodeConfig(32, 1, num_stages=2, num_programs=_SMS)
+    if has_room and num_pairs <= _SMS // 2:  # takes 138 KB; also where some SMs have no program
         return DecodeConfig(max(16, 16384 // padded), 4, 3, num_programs=_SMS, fetched=64)
     if padded > 256 or group > 16:  # too much for the registers of one warp
         return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
@@ -251,12 +248,9 @@ def _pays_with_two_warps(num_pairs: int, padded: int) -> bool:
     """
     if num_pairs < (64 if padded == 64 else _SMS // 2 + 1) or num_pairs * padded > 2**15:
         return False
-    return num_pairs <= 160 or padded == 64 or _cuts_evenly(_SMS * 4, num_pairs)
-
-
-def _cuts_evenly(num_programs: int, num_pairs: int) -> bool:
-    """Whether most programs have something to do, if all pairs have equally many."""
-    return num_programs // num_pairs * num_pairs >= 0.9 * num_programs
+    num_programs = _SMS * 4
+    has_work = num_programs // num_pairs * num_pairs >= 0.9 * num_programs  # most of them
+    return num_pairs <= 160 or padded == 64 or has_work
 
 
 @triton.jit

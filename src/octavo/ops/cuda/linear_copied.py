@@ -31,7 +31,7 @@ class CopiedLinear(CudaLinear):
         """
         super().__init__(weight, is_chained)
         self._copy = pack_float12(weight)
-        self._copied_tokens = float12.copied_tokens(*self._copy.shape)
+        self._copied_tokens = float12.copied_tokens(*self._copy.shape, self._is_in_ring)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""

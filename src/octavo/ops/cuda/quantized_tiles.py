@@ -335,7 +335,8 @@ def _rounded_candidates(product: Product) -> list[Choice]:
 
 def _tiles_in_two(product: Product) -> linear_table.Tiles:
     """Of linear_hopper.py's kernel: two programs fit on an SM, and those of the next kernel take
-    the place of each that ends.
+    the place of each that ends, unless all of a program's weights are asked for before the wait:
+    then the next kernel may start after that.
 
     For the shapes of Llama 3 8B and 8 tokens, other splits, three programs on an SM, or one for
     each take longer, and so do tiles of 128 rows (docs/experiments.md).
@@ -350,7 +351,8 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
     num_tiles = triton.cdiv(product.num_rows, 64) * triton.cdiv(product.tokens, tokens)
     per_sm = 2 if product.size > _LONG_ROW else 1
     splits = 1 if product.is_gated else _splits(product.tokens, num_tiles, num_blocks, per_sm)
-    return linear_table.Tiles(tokens, 64, columns, stages, splits=splits, per_sm=2, early=True)
+    early = triton.cdiv(num_blocks, splits) > stages
+    return linear_table.Tiles(tokens, 64, columns, stages, splits=splits, per_sm=2, early=early)
 
 
 def _packed_choices(product: Product) -> list[PackedTiles]:
