@@ -19,7 +19,7 @@ from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cpu.int8 import Int8Linear, has_int8_product
-from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+from octavo.ops.cpu.int8_packed import PackedInt8Linear
 from octavo.simulation.config import SimulationConfig
 from octavo.weight_forms import Estimate, choose_quantization, describe_dequantized
 from octavo.worker import worker
@@ -202,7 +202,7 @@ def test_dequantized_weights_are_mentioned_once(
             if isinstance(each, QuantizedLinear)
         }
     lines = [each for each in caplog.messages if "projections are dequantized" in each]
-    assert len(lines) == kinds.isdisjoint({Int8Linear, MatrixInt8Linear})
+    assert len(lines) == kinds.isdisjoint({Int8Linear, PackedInt8Linear})
     for line in lines:
         assert line.startswith("on this CPU ")
         assert "no kernels for them there; they take " in line

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from numba import carray, cfunc, njit, types
+from numba import int8 as int8_type
+from numba import int32 as int32_type
 from torch import Tensor
 
-from octavo.ops.cpu import int8, row_ops
+from octavo.ops.cpu import int8, int8_kernel, int8_packed, row_ops
 from octavo.ops.cpu.int8 import (
     CHUNK_TOKENS,
     Int8Linear,
     has_int8_product,
-    has_matrix_units,
     has_onednn_product,
+    has_own_product,
     make_kernel,
 )
-from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+from octavo.ops.cpu.int8_packed import PackedInt8Linear, has_dot_products, has_matrix_units
+from octavo.ops.cpu.vectors import pointer_to
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.linear import LinearKernel, make_quantized_kernel, make_rounding_kernel
 from octavo.ops.quantized import GroupedInt
@@ -36,20 +41,24 @@ def operands(num_tokens: int, out_features: int, in_features: int) -> tuple[Tens
 
 def kernel_of(form: GroupedInt, dtype: torch.dtype) -> LinearKernel:
     kernel = make_quantized_kernel(form, dtype)
-    assert isinstance(kernel, (MatrixInt8Linear, Int8Linear))
+    assert isinstance(kernel, (PackedInt8Linear, Int8Linear))
     return kernel
 
 
-@pytest.fixture(params=["matrix units", "onednn"])
+@pytest.fixture(params=["matrix units", "dot products", "onednn"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the ways in which this CPU can multiply."""
-    if request.param == "matrix units":
-        if not has_matrix_units():
-            pytest.skip("no matrix units for int8 here")
-    elif has_onednn_product():
-        monkeypatch.setattr(int8, "has_matrix_units", lambda: False)
-    else:
-        pytest.skip("no exact product of oneDNN's here")
+    ways = {
+        "matrix units": has_matrix_units,
+        "dot products": has_dot_products,
+        "onednn": has_onednn_product,
+    }
+    if not ways[request.param]():
+        pytest.skip(f"no exact product by {request.param} here")
+    if request.param == "dot products":
+        monkeypatch.setattr(int8_packed, "has_matrix_units", lambda: False)
+    elif request.param == "onednn":
+        monkeypatch.setattr(int8, "has_own_product", lambda: False)
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def test_weights_are_rounded_here_for_results_in_float32(
     wanted = values.double() * scales.double().unsqueeze(1) @ form.dequantize().double().T
     wanted = wanted if bias is None else wanted + bias.double()
     kernel = make_rounding_kernel(weight)
-    assert isinstance(kernel, (MatrixInt8Linear, Int8Linear))
+    assert isinstance(kernel, (PackedInt8Linear, Int8Linear))
     actual = kernel.apply(x, bias, Epilogue.NONE)
     torch.testing.assert_close(
         actual, wanted.float(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
@@ -190,11 +199,11 @@ def test_other_forms_have_no_kernel() -> None:
 
 
 @pytest.mark.skipif(
-    not (has_matrix_units() and has_onednn_product()), reason="not both products here"
+    not (has_own_product() and has_onednn_product()), reason="not both products here"
 )
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("num_tokens", [1, 16, 33, 70, 300])
-def test_matrix_units_have_the_bits_of_onednn(num_tokens: int, threads: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 33, 70, 300])
+def test_our_product_has_the_bits_of_onednn_s(num_tokens: int, threads: int) -> None:
     """However the work is shared, and whatever the last tiles lack."""
     x, form = operands(num_tokens, 1234, 528)
     x, bias = x.bfloat16(), torch.linspace(-2, 2, 1234).bfloat16()
@@ -202,7 +211,7 @@ def test_matrix_units_have_the_bits_of_onednn(num_tokens: int, threads: int) -> 
     torch.set_num_threads(threads)
     try:
         for each in (None, bias):
-            ours = MatrixInt8Linear(form).apply_partial(x, each)
+            ours = PackedInt8Linear(form).apply_partial(x, each)
             assert torch.equal(ours, Int8Linear(form).apply_partial(x, each))
     finally:
         torch.set_num_threads(before)
@@ -234,7 +243,81 @@ def test_inexact_or_missing_products_are_not_used(
         return torch.full((len(rounded), 32), 32767.0)
 
     monkeypatch.setattr(Int8Linear, "_multiply", product)
-    monkeypatch.setattr(int8, "has_matrix_units", lambda: False)
+    monkeypatch.setattr(int8, "has_own_product", lambda: False)
     monkeypatch.setattr(int8, "has_onednn_product", has_onednn_product.__wrapped__)
     form = operands(1, 32, 64)[1]
     assert make_quantized_kernel(form, torch.bfloat16) is None
+
+
+@pytest.mark.skipif(not has_onednn_product(), reason="no exact product of oneDNN's here")
+def test_onednn_s_reference_implementation_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is exact, but takes some hundred times as long as a product of float32."""
+    seconds = iter([1e-3 * int8._REFERENCE + 1e-6, 1e-3])
+    monkeypatch.setattr(int8, "_shortest", lambda work: next(seconds))
+    assert not has_onednn_product.__wrapped__()
+
+
+@pytest.mark.usefixtures("product")
+def test_the_largest_sums_are_exact() -> None:
+    """Of the most inputs, all at the largest size."""
+    form = GroupedInt.quantize(torch.ones(3, int8._MAX_INPUTS), 8, int8._MAX_INPUTS, True)
+    signs = torch.tensor([[1.0], [-1.0]]).expand(2, int8._MAX_INPUTS)
+    actual = kernel_of(form, torch.float32).apply_partial(signs, None)
+    wanted = signs.double() @ form.dequantize().double().T
+    assert torch.equal(actual, wanted.float()), (actual, wanted)
+
+
+@pytest.mark.skipif(not has_onednn_product(), reason="no exact product of oneDNN's here")
+def test_tiles_are_dealt_to_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU: with loops in place of the instructions, and nothing kept on disk."""
+
+    @njit
+    def configure(palette):  # type: ignore[no-untyped-def]
+        pass
+
+    @njit
+    def release():  # type: ignore[no-untyped-def]
+        pass
+
+    @njit
+    def multiply(  # type: ignore[no-untyped-def]
+        tokens, outputs, x, x_stride, x_tile, weight, weight_tile, fetches, depth, sums,
+        sums_stride, sums_column,
+    ):  # fmt: skip
+        for t in range(tokens):
+            for n in range(outputs):
+                # As many rows as the tiles of tokens are apart.
+                for r in range(x_tile // x_stride):
+                    row = carray(pointer_to(x + t * x_tile + r * x_stride, int8_type), depth * 64)
+                    place = sums + t * sums_stride + n * sums_column + r * 64
+                    target = carray(pointer_to(place, int32_type), 16)
+                    values = carray(
+                        pointer_to(weight + n * weight_tile, int8_type), (depth * 16, 16, 4)
+                    )
+                    target[:] = 0
+                    for k in range(depth * 64):
+                        for i in range(16):
+                            product = np.int32(row[k]) * np.int32(values[k // 4, i, k % 4])
+                            target[i] += product
+
+    for name, emulated in (
+        ("configure_tiles", configure),
+        ("release_tiles", release),
+        ("multiply_tiles", multiply),
+    ):
+        monkeypatch.setattr(int8_kernel, name, emulated)
+    monkeypatch.setattr(int8_packed, "has_matrix_units", lambda: True)
+    monkeypatch.setattr(
+        int8_kernel, "compile_kernel", cfunc(types.void(types.intp), error_model="numpy")
+    )
+    monkeypatch.setattr(int8_packed, "_runner", int8_packed._runner.__wrapped__)
+    for num_tokens, epilogue in ((70, Epilogue.NONE), (3, Epilogue.SILU_MUL)):
+        x, form = operands(num_tokens, 352, 200)
+        x = (x / x.abs().amax(dim=1, keepdim=True)).bfloat16()
+        actual = PackedInt8Linear(form).apply(x, None, epilogue)
+        if epilogue is Epilogue.NONE:
+            assert torch.equal(actual, Int8Linear(form).apply(x, None, epilogue))
+        else:
+            wanted = (rounded(x) @ form.dequantize().double().T).float()
+            expected = apply_epilogue(wanted, epilogue).bfloat16()
+            torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1.6e-2)

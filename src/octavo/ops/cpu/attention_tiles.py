@@ -8,6 +8,8 @@ Memory is read in 32-bit words. The dtype of the parameter `like` chooses the ar
   float32  a word is one fp32 number
   uint32   a word is two bf16 numbers, neighbours along the sum; the CPU's bf16 dot product
   int32    the same words, widened to fp32 first, for CPUs without that instruction
+  int8     a word is four numbers, uint8 of the first factor and int8 of the other one, with sums in
+           int32: the CPU's int8 dot product (VNNI)
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -22,6 +24,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from octavo.ops.cpu.vectors import (
+    I8,
     I32,
     I64,
     LANES,
@@ -58,7 +61,7 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_VBF16 = ir.VectorType(_BFloat(), 2 * LANES)
+_VBF16, _VI8 = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 
 def _low(b: ir.IRBuilder, words: Any) -> Any:
@@ -73,6 +76,9 @@ def _multiply_add(
     b: ir.IRBuilder, cache: types.Type, acc: Any, row_words: Any, tile_words: Any
 ) -> Any:
     """acc += row x tile over one word of the sum."""
+    if cache == types.int8:
+        factors = [b.bitcast(each, _VI8) for each in (row_words, tile_words)]
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI32, acc, *factors)
     if cache == types.float32:
         return fused_multiply_add(b, b.bitcast(row_words, VF32), b.bitcast(tile_words, VF32), acc)
     if cache == types.uint32:
@@ -89,7 +95,7 @@ def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):
     Limits: 1 <= rows <= 6, 1 <= vecs <= 4, depth >= 1. Addresses and strides are bytes:
       A    a word at a + r * a_stride + 4k
       K_v  a vector of words at tiles[v] + 64k, `tiles` being the address of 8 addresses
-      C    a vector of fp32 at c + 256r + 64v
+      C    a vector of fp32, or of int32, at c + 256r + 64v
     tiles[4 + v] is read next in the same way: its cache lines are prefetched meanwhile.
     """
     signature = types.void(like, *([types.int64] * 7))
@@ -106,7 +112,8 @@ def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):
                 return [b.add(x, line) for x in held], [b.add(x, line) for x in ahead]
 
             a_rows = [advance(b, a, r, a_stride) for r in range(num_rows)]
-            start = [float_lanes(0.0)] * (num_rows * num_vecs)
+            zero = int32_lanes(0) if like.dtype == types.int8 else float_lanes(0.0)
+            start = [zero] * (num_rows * num_vecs)
             sums = _sum_loop(b, like.dtype, a_rows, places, (int64_const(0), depth), start)
             for i, value in enumerate(sums):
                 r, v = divmod(i, num_vecs)
@@ -191,7 +198,7 @@ def _sum_loop(
     k.add_incoming(bounds[0], before)
     sums = []
     for value in start:
-        sums.append(b.phi(VF32))
+        sums.append(b.phi(value.type))
         sums[-1].add_incoming(value, before)
     here, ahead = places(k)
     for address in ahead:

@@ -2,14 +2,14 @@
 
 Weights have one scale per output, inputs one per token, without zero points. Sums are exact, in
 int32, and then multiplied by both scales: a token's result does not depend on the other tokens.
-On CPUs with matrix units for int8 that is our own kernel (int8_matrix.py), on others oneDNN's,
-through the private ops of torch into which its compiler turns quantized models. Where these are
-missing, where the CPU would saturate sums in 16 bits, or where oneDNN has nothing but its reference
-implementation, there is no kernel.
+On CPUs with AVX-512 and dot products or matrix units for int8 that is our own kernel
+(int8_packed.py), on others oneDNN's, through the private ops of torch into which its compiler turns
+quantized models. Where these are missing, where the CPU would saturate sums in 16 bits, or where
+oneDNN has nothing but its reference implementation, there is no kernel.
 
 oneDNN gets inputs as uint8 with a zero point of 128, which is what VNNI multiplies; it takes the
 zero point's part away in int32, so that sums stay exact. On a Zen 5 it has no kernel for inputs in
-int8: 64 tokens times 6,144 x 1,024 weights took 6.8 s, and 0.94 ms with uint8 (bf16: 2.2 ms).
+int8: 64 tokens times 6,144 x 1,024 weights took 6.8 s, and 0.94 ms with uint8.
 
 Left out: aten::_weight_int8pack_mm, which does not round inputs, takes 2 to 5 times as long as
 bf16's product for 16 tokens, and 5 to 12 times for 64; and aten::_int_mm, which packs the weight in
@@ -33,7 +33,7 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
 if TYPE_CHECKING:
-    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+    from octavo.ops.cpu.int8_packed import PackedInt8Linear
 
 CHUNK_TOKENS = 256  # whose sums are held at once, in float32
 ROUNDED_ELEMENTS = 1 << 24  # that are rounded at once, which takes some copies in float32
@@ -95,7 +95,7 @@ class Int8Linear:
         return sums
 
     def _multiply(self, rounded: Tensor) -> Tensor:
-        """Products with W of int8 [num_tokens, in_features], in float32; what was rounded is lost."""
+        """Products with W of int8 [num_tokens, in_features], which are overwritten; in float32."""
         shifted = rounded.view(torch.uint8).bitwise_xor_(_ZERO_POINT)
         product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
             shifted, 1.0, _ZERO_POINT, self._packed, self._scales, self._zeros, None, 1.0, 0,
@@ -104,7 +104,7 @@ class Int8Linear:
         return product
 
 
-def make_rounding_kernel(weight: Tensor) -> MatrixInt8Linear | Int8Linear | None:
+def make_rounding_kernel(weight: Tensor) -> PackedInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features], rounded here, with results in float32.
 
     None: W is not in float32 or bfloat16, or see make_kernel.
@@ -121,7 +121,7 @@ def make_rounding_kernel(weight: Tensor) -> MatrixInt8Linear | Int8Linear | None
 
 def make_kernel(
     weight: QuantizedWeight, dtype: torch.dtype
-) -> MatrixInt8Linear | Int8Linear | None:
+) -> PackedInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features] and inputs of `dtype`, on a CPU.
 
     None: W has another form, the model was not made for rounded inputs, or this torch or CPU has no
@@ -135,12 +135,12 @@ def make_kernel(
     return _kernel_class()(weight) if _takes(dtype, weight.shape[-1]) else None
 
 
-def _kernel_class() -> type[MatrixInt8Linear] | type[Int8Linear]:
-    if not has_matrix_units():
+def _kernel_class() -> type[PackedInt8Linear] | type[Int8Linear]:
+    if not has_own_product():
         return Int8Linear
-    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+    from octavo.ops.cpu.int8_packed import PackedInt8Linear
 
-    return MatrixInt8Linear
+    return PackedInt8Linear
 
 
 def _takes(dtype: torch.dtype, in_features: int) -> bool:
@@ -151,19 +151,16 @@ def _takes(dtype: torch.dtype, in_features: int) -> bool:
 
 def has_int8_product() -> bool:
     """Whether this CPU multiplies int8 exactly, by one of our ways."""
-    return has_matrix_units() or has_onednn_product()
+    return has_own_product() or has_onednn_product()
 
 
-@cache
-def has_matrix_units() -> bool:
-    """Whether this CPU has them for int8, and the system lets us use them."""
+def has_own_product() -> bool:
+    """Whether our own kernel runs on this CPU."""
     if find_spec("numba") is None:
         return False
-    from octavo.ops.cpu.jit import host_has
+    from octavo.ops.cpu.int8_packed import has_dot_products, has_matrix_units
 
-    # The system keeps these registers only for processes that ask; torch knows how.
-    ask = getattr(torch.cpu, "_init_amx", None)
-    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
+    return has_dot_products() or has_matrix_units()
 
 
 @cache

@@ -1,4 +1,5 @@
-"""The product of int8 weights with rounded tokens on matrix units; see int8.py."""
+"""The product of int8 weights with rounded tokens, on matrix units or by dot products of words of
+four numbers; see int8.py."""
 
 # mypy: disable-error-code="attr-defined, call-arg, no-untyped-def, no-untyped-call, var-annotated"
 
@@ -7,16 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, float32
+from numba import carray, float32, int32
 
+from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import gates as cpu_gates
+from octavo.ops.cpu import linear_kernel as cpu_linear
 from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
+from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
 from octavo.ops.cpu.gates import write_gated
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
+from octavo.ops.cpu.linear_kernel import point_to_tiles
 from octavo.ops.cpu.matrix_tiles import (
     PAIR,
     TILE_BYTES,
+    TILE_INPUTS,
     configure_tiles,
     multiply_tiles,
     release_tiles,
@@ -26,17 +32,19 @@ from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_flo
 from octavo.ops.epilogue import Epilogue
 
 PANEL_TILES = 4  # tiles of tokens whose sums are held together
-MAX_SPAN = 4  # tiles of outputs whose sums are
+MAX_SPAN = SPAN  # tiles of outputs whose sums are
 PANEL = PANEL_TILES * LANES  # tokens
+BLOCK = MAX_SPAN * LANES  # outputs
 
 _FIELDS = (
-    *("next_unit", "x", "x_stride", "x_scales", "weight", "scales", "bias", "output"),
+    *("next_unit", "x", "x_stride", "x_scales", "weight", "offsets", "scales", "bias", "output"),
     *("num_rows", "tile_rows", "out_features", "depth", "span", "rows_per_unit"),
 )
 JOB = np.dtype([(name, np.int64) for name in _FIELDS])
 """What a call needs. Addresses and x_stride are bytes; depth counts steps of 64 inputs. Tokens
-share tiles by `tile_rows`, and x has rows for all of the last tile. A unit of work is `span` tiles
-of outputs (of a gate, and as many that it multiplies) for `rows_per_unit` tokens, whole tiles."""
+share tiles by `tile_rows`, and x has rows for all of the last tile of a matrix unit. A unit of work
+is `span` tiles of outputs (of a gate, and as many that it multiplies) for `rows_per_unit` tokens,
+whole tiles. `offsets` are added to the sums, int32 [out_features]; 0: there are none."""
 
 
 @inlined
@@ -51,10 +59,16 @@ def _set_shapes(rows: int) -> None:
 
 
 @inlined
-def _load_scales(job: Any, elements: Any, tile: int, count: int, scales: Any, shifts: Any) -> None:
-    """Scales and bias of the outputs of `count` tiles."""
+def _load_scales(
+    job: Any, elements: Any, tile: int, count: int, offsets: Any, scales: Any, shifts: Any
+) -> None:
+    """Offsets, scales and bias of the outputs of `count` tiles."""
     begin = tile * LANES
     width = min(count * LANES, job.out_features - begin)
+    if job.offsets != 0:
+        added = carray(pointer_to(job.offsets + 4 * begin, int32), width)
+        for i in range(width):
+            offsets[i] = added[i]
     source = carray(pointer_to(job.scales + 4 * begin, float32), width)
     for i in range(width):
         scales[i] = source[i]
@@ -65,11 +79,12 @@ def _load_scales(job: Any, elements: Any, tile: int, count: int, scales: Any, sh
 
 
 @inlined
-def _sum_panel(
-    job: Any, tile: int, count: int, first: int, tiles: int, is_fetched: Any, sums: Any
+def _sum_by_tiles(
+    job: Any, tile: int, count: int, first: int, last: int, is_fetched: Any, sums: Any
 ) -> None:
-    """int32 sums of `count` tiles of outputs and of `tiles` tiles of tokens, from the row `first`
-    on: [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no fetching."""
+    """int32 sums of `count` tiles of outputs and of the rows [first, last), whole tiles of tokens:
+    [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no fetching."""
+    tiles = (last - first + job.tile_rows - 1) // job.tile_rows
     x_tile, sums_tile = job.tile_rows * job.x_stride, job.tile_rows * LANES * 4
     x, weight_tile = job.x + first * job.x_stride, job.depth * TILE_BYTES
     for n in range(0, count, PAIR):
@@ -84,17 +99,46 @@ def _sum_panel(
 
 
 @inlined
+def _sum_by_words(
+    job: Any, tile: int, count: int, num_left: int, first: int, last: int, sums: Any
+) -> None:
+    """int32 sums, but for `offsets`, of `count` tiles of outputs and of the rows [first, last):
+    [rows, MAX_SPAN, 16]. num_left: tiles of outputs from these on."""
+    words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
+    weight_tile = job.depth * TILE_BYTES
+    groups = (last - first + TILE_ROWS - 1) // TILE_ROWS
+    for group in range(groups):
+        begin = first + group * (last - first) // groups
+        rows = first + (group + 1) * (last - first) // groups - begin
+        weight = job.weight + tile * weight_tile
+        point_to_tiles(tiles, weight, weight_tile, group, groups, num_left)
+        multiply_keys(
+            words, rows, count, job.x + begin * job.x_stride, job.x_stride, tiles.ctypes.data,
+            job.depth * (TILE_INPUTS // 4), sums.ctypes.data + (begin - first) * 4 * BLOCK,
+        )  # fmt: skip
+
+
+@inlined
 def _linear(
-    jobs: Any, elements: Any, bias_elements: Any, is_gated: Any, is_gelu: Any, is_clamped: Any
+    jobs: Any,
+    elements: Any,
+    bias_elements: Any,
+    has_tiles: Any,
+    is_gated: Any,
+    is_gelu: Any,
+    is_clamped: Any,
 ) -> None:
     """Compute units of outputs and tokens until none is left; any number of threads may run
     this."""
     job = jobs[0]
     sums = np.empty(2 * MAX_SPAN * PANEL * LANES, np.int32)
+    offsets = np.zeros(2 * MAX_SPAN * LANES, np.int32)
     scales, shifts = (
         np.zeros(2 * MAX_SPAN * LANES, np.float32),
         np.zeros(2 * MAX_SPAN * LANES, np.float32),
     )
+    # Bytes from the sums of a row to those of the next one, and from tile to tile of outputs.
+    row_bytes, tile_bytes = (4 * LANES, 4 * LANES * PANEL) if has_tiles else (4 * BLOCK, 4 * LANES)
     row = np.empty(2 * MAX_SPAN * LANES, np.float32)
     partial = np.empty(MAX_SPAN * LANES, elements.dtype)
     wide, itemsize = np.empty(0, np.float32), size_of(elements)
@@ -104,57 +148,70 @@ def _linear(
     row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
     num_units = (num_tiles + job.span - 1) // job.span * row_units
     half = MAX_SPAN * LANES  # where the second halves of the sums, scales and rows begin
-    _set_shapes(job.tile_rows)
+    if has_tiles:
+        _set_shapes(job.tile_rows)
     unit = fetch_add(jobs.ctypes.data, 1)
     while unit < num_units:
         tile = unit // row_units * job.span
         count = min(job.span, num_tiles - tile)
         width = min(count * LANES, num_outputs - tile * LANES)
-        _load_scales(job, bias_elements, tile, count, scales, shifts)
+        _load_scales(job, bias_elements, tile, count, offsets, scales, shifts)
         if is_gated:
-            _load_scales(job, bias_elements, num_tiles + tile, count, scales[half:], shifts[half:])
+            _load_scales(
+                job, bias_elements, num_tiles + tile, count,
+                offsets[half:], scales[half:], shifts[half:],
+            )  # fmt: skip
         begin = unit % row_units * job.rows_per_unit
         end = min(begin + job.rows_per_unit, job.num_rows)
         for first in range(begin, end, PANEL_TILES * job.tile_rows):
             last = min(first + PANEL_TILES * job.tile_rows, end)
-            tiles = (last - first + job.tile_rows - 1) // job.tile_rows
-            _sum_panel(job, tile, count, first, tiles, first > begin, sums)
-            if is_gated:
-                ups = sums[half * PANEL :]
-                _sum_panel(job, num_tiles + tile, count, first, tiles, first > begin, ups)
+            for side in range(2 if is_gated else 1):
+                of_side, there = side * num_tiles + tile, sums[side * half * PANEL :]
+                if has_tiles:
+                    _sum_by_tiles(job, of_side, count, first, last, first > begin, there)
+                else:
+                    _sum_by_words(job, of_side, count, num_tiles - tile, first, last, there)
             for r in range(first, last):
                 place = job.output + (r * num_outputs + tile * LANES) * itemsize
                 target = place if width == count * LANES else partial.ctypes.data
-                source = sums.ctypes.data + (r - first) * LANES * 4
+                source = sums.ctypes.data + (r - first) * row_bytes
                 for side in range(2 if is_gated else 1):
                     for n in range(count):
                         v = (side * MAX_SPAN + n) * LANES
-                        at = source + v * PANEL * 4
+                        at = source + side * half * PANEL * 4 + n * tile_bytes
+                        to_offsets = offsets.ctypes.data + 4 * v
                         to_scales = scales.ctypes.data + 4 * v
                         to_shifts = shifts.ctypes.data + 4 * v
                         if is_gated:
-                            there = row.ctypes.data + 4 * v
-                            scale_sums(wide, at, x_scales[r], to_scales, to_shifts, there)
+                            to = row.ctypes.data + 4 * v
+                            scale_sums(wide, at, to_offsets, x_scales[r], to_scales, to_shifts, to)
                         else:
-                            there = target + n * LANES * itemsize
-                            scale_sums(elements, at, x_scales[r], to_scales, to_shifts, there)
+                            to = target + n * LANES * itemsize
+                            scale_sums(
+                                elements, at, to_offsets, x_scales[r], to_scales, to_shifts, to
+                            )
                 if is_gated:
                     for n in range(count):
                         gates = row.ctypes.data + 4 * n * LANES
-                        there = place + n * LANES * itemsize
-                        write_gated(elements, gates, gates + 4 * half, there, is_gelu, is_clamped)
+                        to = place + n * LANES * itemsize
+                        write_gated(elements, gates, gates + 4 * half, to, is_gelu, is_clamped)
                 elif target != place:
                     output = carray(pointer_to(place, elements), width)
                     for i in range(width):
                         output[i] = partial[i]
         unit = fetch_add(jobs.ctypes.data, 1)
-    release_tiles()
+    if has_tiles:
+        release_tiles()
 
 
-def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
+def compile_product(element: Any, bias_element: Any, epilogue: Epilogue, has_tiles: bool) -> Any:
     """`_linear` with results of one dtype, as a C function of the address of a JOB; elements are
-    float32 or uint16 (bf16), the epilogue is NONE or one with a gate."""
-    sources = digest_of(cpu_gates, cpu_matrix_tiles, cpu_vectors)
+    float32 or uint16 (bf16), the epilogue is NONE or one with a gate.
+
+    has_tiles: on matrix units, of inputs in int8; else by dot products, of inputs in uint8, from
+    whose sums `offsets` take what was added to the inputs.
+    """
+    sources = digest_of(cpu_gates, cpu_linear, cpu_matrix_tiles, cpu_tiles, cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
     is_gated = epilogue.is_gated
 
@@ -162,7 +219,7 @@ def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
         _linear(
             carray(pointer_to(address, JOB), 1), np.empty(0, element), np.empty(0, bias_element),
-            is_gated, is_gelu, is_clamped,
+            has_tiles, is_gated, is_gelu, is_clamped,
         )  # fmt: skip
 
     return compile_kernel(product)

@@ -26,6 +26,22 @@ NEXT_UNIT, JOBS, NUM_UNITS, UNITS_PER_JOB = range(4)  # what a call with several
 
 
 @inlined
+def point_to_tiles(
+    tiles: Any, weight: int, tile_bytes: int, group: int, groups: int, num_left: int
+) -> None:
+    """Fill `tiles` for multiply_keys with the block at `weight` and one `group` of its rows.
+
+    The groups of rows share the prefetching of the next block. A single group reads sequentially,
+    which the hardware prefetcher handles.
+    num_left: tiles of outputs from this block on.
+    """
+    for v in range(SPAN):
+        tiles[v] = weight + v * tile_bytes
+        fetches = groups > 1 and v * groups // SPAN == group and SPAN + v < num_left
+        tiles[SPAN + v] = tiles[v] + SPAN * tile_bytes if fetches else tiles[v]
+
+
+@inlined
 def _multiply_rows(
     job: Any, words: Any, elements: Any, block: int, begin: int, end: int, tiles: Any, sums: Any
 ) -> None:
@@ -40,14 +56,8 @@ def _multiply_rows(
     for group in range(groups):
         first = begin + group * (end - begin) // groups
         rows = begin + (group + 1) * (end - begin) // groups - first
-        for v in range(SPAN):
-            tiles[v] = job.weight + (block * SPAN + v) * tile_bytes
-            # The groups of rows share the prefetching of the next block. A single group reads
-            # sequentially, which the hardware prefetcher handles.
-            fetches = (
-                groups > 1 and v * groups // SPAN == group and (block + 1) * SPAN + v < num_tiles
-            )
-            tiles[SPAN + v] = tiles[v] + SPAN * tile_bytes if fetches else tiles[v]
+        weight = job.weight + block * SPAN * tile_bytes
+        point_to_tiles(tiles, weight, tile_bytes, group, groups, num_tiles - block * SPAN)
         multiply_keys(
             words, rows, vecs, job.x + first * job.x_stride, job.x_stride,
             tiles.ctypes.data, job.depth, sums.ctypes.data,

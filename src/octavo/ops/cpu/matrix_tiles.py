@@ -142,16 +142,18 @@ def multiply_tiles(
 
 
 @intrinsic
-def scale_sums(typingctx, like, sums, token_scale, scales, shifts, target):
-    """Write 16 int32 sums * scales * token_scale + shifts as elements like `like` (float32, or
-    uint16 for bf16); sums, scales and shifts (float32) and the target are addresses."""
+def scale_sums(typingctx, like, sums, offsets, token_scale, scales, shifts, target):
+    """Write 16 int32 (sums + offsets) * scales * token_scale + shifts as elements like `like`
+    (float32, or uint16 for bf16); sums and offsets (int32), scales and shifts (float32) and the
+    target are addresses."""
     dtype = like.dtype
     address = types.int64
-    signature = types.void(like, address, types.float32, address, address, address)
+    signature = types.void(like, address, address, types.float32, address, address, address)
 
     def codegen(context, b, sig, args):
-        _, sums, token_scale, scales, shifts, target = args
-        value = b.fmul(b.sitofp(load(b, sums, VI32), VF32), load(b, scales, VF32))
+        _, sums, offsets, token_scale, scales, shifts, target = args
+        exact = b.add(load(b, sums, VI32), load(b, offsets, VI32))
+        value = b.fmul(b.sitofp(exact, VF32), load(b, scales, VF32))
         value = b.fadd(b.fmul(value, splat(b, token_scale)), load(b, shifts, VF32))
         store(b, value if dtype == types.float32 else round_bf16(b, value), target, align=2)
         return context.get_dummy_value()

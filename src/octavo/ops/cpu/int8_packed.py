@@ -1,16 +1,22 @@
-"""Products of int8 weights with rounded tokens on the matrix units of x86 CPUs (AMX).
+"""Products of int8 weights with rounded tokens on x86 CPUs: by matrix units (AMX), or by the dot
+products of AVX-512 (VNNI).
 
 One call rounds the tokens, another multiplies, scales, adds the bias, applies the gate and writes
 results in the inputs' dtype, where oneDNN's product leaves float32 sums to another pass. Measured
-on one core of a Xeon, weights from memory, this takes 0.65 to 0.9 of the time of oneDNN's int8 with
-such a pass (int8.py) for 1 to 1,024 tokens, with the same bits.
+on one core of a Xeon with matrix units, weights from memory, this takes 0.65 to 0.9 of the time of
+oneDNN's int8 with such a pass (int8.py) for 1 to 1,024 tokens, with the same bits.
 
-Few tokens wait for the weights, which come as fast as this core reads memory. With 64 tokens a KB
-of them takes 1.5 times as long: the rest, arithmetic and inputs that come from the L2 cache, does
-not overlap with it. These were tried and are no faster there: all tokens in one pass over the
+There few tokens wait for the weights, which come as fast as the core reads memory. With 64 tokens a
+KB of them takes 1.5 times as long: the rest, arithmetic and inputs that come from the L2 cache,
+does not overlap with it. These were tried and are no faster there: all tokens in one pass over the
 weights; weights ordered by parts of their inputs, so that the tokens' stay in the L1 cache (3 to
 14% faster for 1,024 tokens); other distances of fetching, and fetching the next tiles in the
 second pass; and huge pages.
+
+Dot products take 0.75 to 0.9 of oneDNN's time on one core of a Zen 5 for one token, and 0.75 to
+0.87 from 12 tokens on. There the inputs are uint8 before the kernel reads them: made from int8 in
+the loop, 64 tokens took 1.4 times as long (and as vectors, LLVM 22 did not come to an end). With
+up to 6 tokens, fetching a block, or 1, 4 or 16 KB ahead, gained nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.int8_kernel import JOB, MAX_SPAN, PANEL_TILES, compile_product
+from octavo.ops.cpu.jit import host_has
 from octavo.ops.cpu.matrix_tiles import TILE_INPUTS
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows
 from octavo.ops.cpu.threads import Runner, make_runner
@@ -36,9 +43,10 @@ WORTH_SHARING = 1 << 19  # weights; below this, waking a thread costs more than 
 _Job = c_int64 * len(JOB.names or ())
 
 
-class MatrixInt8Linear:
+class PackedInt8Linear:
     """Owns a copy of W [out_features, in_features] in int8: [tiles of 16 outputs, in_features / 4,
-    16, 4], filled up with zeros to whole tiles of 64 inputs. Needs int8.has_matrix_units().
+    16, 4], filled up with zeros to whole tiles of 64 inputs. Needs has_matrix_units() or
+    has_dot_products().
 
     Results have the inputs' dtype, or are in float32 if `is_wide`: they are not rounded again.
     """
@@ -51,6 +59,10 @@ class MatrixInt8Linear:
         self._tiles = pack(form.packed)
         self._stride = self._tiles.shape[1] * 4
         self._scales = form.scales.flatten().float()
+        self._has_tiles = has_matrix_units()
+        self._offsets = None
+        if not self._has_tiles:  # 128 is added to inputs
+            self._offsets = self._tiles.sum(dim=(1, 3), dtype=torch.int32).mul_(-128)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply. Batch-invariant."""
@@ -70,8 +82,10 @@ class MatrixInt8Linear:
         num_tiles = -(-num_tokens // LANES)
         if num_tiles == 0:
             return output
-        tile_rows = -(-num_tokens // num_tiles)
+        tile_rows = -(-num_tokens // num_tiles) if self._has_tiles else LANES
         rounded, scales = quantize_rows(x, (num_tiles * tile_rows, self._stride))
+        if not self._has_tiles:
+            rounded.view(torch.uint8).bitwise_xor_(128)  # adds it
         threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
         if self._tiles.numel() * max(1, num_tokens // 8) < WORTH_SHARING:
             threads = 1
@@ -83,11 +97,25 @@ class MatrixInt8Linear:
             rows_per_unit = -(-num_tokens // (cuts * panel)) * panel
         job = _Job(  # in the order of JOB: next_unit first
             0, rounded.data_ptr(), self._stride, scales.data_ptr(), self._tiles.data_ptr(),
+            0 if self._offsets is None else self._offsets.data_ptr(),
             self._scales.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(),
             num_tokens, tile_rows, num_outputs, self._stride // TILE_INPUTS, span, rows_per_unit,
         )  # fmt: skip
-        _runner(dtype, x.dtype, epilogue)(addressof(job), threads)
+        _runner(dtype, x.dtype, epilogue, self._has_tiles)(addressof(job), threads)
         return output
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether this CPU has them for int8, and the system lets us use them."""
+    # The system keeps these registers only for processes that ask; torch knows how.
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
+
+
+def has_dot_products() -> bool:
+    """Whether this CPU has those of int8, of 16 sums at once."""
+    return host_has("avx512vnni")
 
 
 def pack(values: Tensor) -> Tensor:
@@ -101,7 +129,9 @@ def pack(values: Tensor) -> Tensor:
 
 
 @cache
-def _runner(dtype: torch.dtype, bias_dtype: torch.dtype, epilogue: Epilogue) -> Runner:
+def _runner(
+    dtype: torch.dtype, bias_dtype: torch.dtype, epilogue: Epilogue, has_tiles: bool
+) -> Runner:
     elements: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
     kinds = [np.dtype(elements[each]) for each in (dtype, bias_dtype)]
-    return make_runner(compile_product(kinds[0], kinds[1], epilogue))
+    return make_runner(compile_product(kinds[0], kinds[1], epilogue, has_tiles))
