@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import Timer
+from threading import Event, Thread, Timer
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
 from octavo.worker.row_masks import MaskedRows, Masks, PendingMasks, RowMasks
-from worker.fake_constraints import RisingLibrary, no_grammars, rising_masks
+from worker.fake_constraints import Rising, RisingLibrary, no_grammars, rising_masks
 
 SIZE = 70
 RISING = SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0, 40))
@@ -280,6 +281,49 @@ def test_a_row_whose_mask_is_late_sits_out_until_it_is_there() -> None:
     open_compiled(3, slow)
     pending = start(3, 3)
     Timer(0.0, lambda: library.slow[-1].set_result(None)).start()
+    assert tokens_of(pending.result().words[0]) == list(range(11, SIZE))
+
+
+def test_nobody_waits_for_a_grammar_that_is_compiled_just_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When it has been looked for, and before it is said which masks are late."""
+    library, goes_on = RisingLibrary(SIZE), Event()
+
+    def compile_later(grammar: Grammar) -> Rising:
+        goes_on.wait()
+        return Rising([], is_slow=True)
+
+    monkeypatch.setattr(library, "compile", compile_later)
+    masks = RowMasks(3, SIZE, lambda: library)
+    masks.open(1, RISING)
+    token_ids = np.zeros((3, 9), np.int32)
+    token_ids[:, :3] = [1, 2, 10]
+    words = np.empty((1, num_words(SIZE)), np.int32)
+    pending = masks.start(rows_with(3, [1]), token_ids, words)
+    begin = pending._begin_compiled
+
+    def begin_too_early() -> None:
+        begin()
+        goes_on.set()
+        state = masks._states[1]
+        assert state is not None
+        assert state.compiled is not None
+        state.compiled.result()
+
+    monkeypatch.setattr(pending, "_begin_compiled", begin_too_early)
+    assert pending.late() == [0]
+    assert not library.slow
+    monkeypatch.setattr(pending, "_begin_compiled", begin)
+
+    def compute() -> None:
+        while not library.slow:
+            time.sleep(0.001)
+        library.slow[0].set_result(None)
+
+    Thread(target=compute).start()
+    pending.wait_for_one()
+    assert pending.late() == []
     assert tokens_of(pending.result().words[0]) == list(range(11, SIZE))
 
 

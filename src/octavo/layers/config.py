@@ -143,7 +143,7 @@ class LinearConfig:
 
     @property
     def copied_tokens(self) -> range:
-        """For which numbers of tokens a copy in 12 bits is read, unless it is chained."""
+        """For which numbers of tokens a copy in 12 bits is read by a projection in no chain."""
         return self._copied_tokens(is_chained=False)
 
     def _copied_tokens(self, is_chained: bool) -> range:

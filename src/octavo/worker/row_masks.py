@@ -236,13 +236,13 @@ class PendingMasks:
     def late(self) -> list[int]:
         """Indices of the rows whose masks nobody should wait for."""
         self._begin_compiled()
-        states, late, aparts = self._states, list[int](), set[_Filling]()
+        late, aparts = list[int](), set[_Filling]()
         for place in self._apart:
             if self._is_void(place):
                 late.append(place)
-            elif states[place].is_late:
+            elif self._is_awaited(place):
                 late.append(place)
-                apart = states[place].apart
+                apart = self._states[place].apart
                 if apart is not None:
                     aparts.add(apart[0])
         for filling in aparts:
@@ -251,9 +251,10 @@ class PendingMasks:
 
     def wait_for_one(self) -> None:
         """Return when one of the masks is there that may be late. Those of void rows never are."""
-        states = [self._states[place] for place in self._apart if not self._is_void(place)]
-        while states and all(state.is_late for state in states):
-            wait([state.awaited for state in states], return_when=FIRST_COMPLETED)
+        places = [place for place in self._apart if not self._is_void(place)]
+        while places and all(map(self._is_awaited, places)):
+            awaited = [self._states[place].awaited for place in places]
+            wait(awaited, return_when=FIRST_COMPLETED)
             self._begin_compiled()
 
     def result(self, late: Collection[int] = ()) -> Masks:
@@ -301,6 +302,12 @@ class PendingMasks:
             state = self._states[place]
             if state.constraint is None and state.apart is None and not self._is_void(place):
                 self._owner.fill_by_itself(self.rows.at([place]), self._token_ids)
+
+    def _is_awaited(self, place: int) -> bool:
+        """Whether a mask that may be late is not there. That of a grammar which has been compiled
+        since `_begin_compiled` is not even begun."""
+        state = self._states[place]
+        return state.apart is None or state.is_late
 
     def _is_void(self, place: int) -> bool:
         return self._owner.is_void(int(self.rows.rows[place]))

@@ -83,7 +83,8 @@ class PackedInt8Linear:
         if num_tiles == 0:
             return output
         tile_rows = -(-num_tokens // num_tiles) if self._has_tiles else LANES
-        rounded, scales = quantize_rows(x, (num_tiles * tile_rows, self._stride))
+        num_rows = num_tiles * tile_rows if self._has_tiles else num_tokens
+        rounded, scales = quantize_rows(x, (num_rows, self._stride))
         if not self._has_tiles:
             rounded.view(torch.uint8).bitwise_xor_(128)  # adds it
         threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
