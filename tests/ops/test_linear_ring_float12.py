@@ -193,7 +193,8 @@ def test_a_chain_reads_the_copy_for_one_token(
     wanted = expected(x, weight[:24], shift, Epilogue.SILU_MUL)
     assert_close(halves.apply(x, shift, Epilogue.SILU_MUL), wanted)
     alone = CopiedLinear(weight).apply(x, None, Epilogue.NONE)
-    assert_close(alone, expected(x, weight, None, Epilogue.NONE))  # of so few weights by a GEMV
+    # Of so few weights by a GEMV, whose results Triton's interpreter cuts off to bfloat16.
+    assert_close(alone, expected(x, weight, None, Epilogue.NONE), 2 * TOLERANCE)
     monkeypatch.setattr(float12, "_LEAST_OF_ONE", 1)
     assert CopiedLinear(weight).apply(x, None, Epilogue.NONE) is x, "not in a chain"
     assert len(calls) == 4, "of others a GEMV is left to the weight"
