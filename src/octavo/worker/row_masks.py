@@ -285,11 +285,9 @@ class PendingMasks:
     def _take_apart(self, place: int) -> dict[int, str]:
         """Take a mask that was computed apart. Returns why it cannot be, by place."""
         state = self._states[place]
-        while state.is_late:  # where another rank has decided that it is not
+        while self._is_awaited(place):  # where another rank has decided that it is not late
             wait([state.awaited])
-        self._begin_compiled()
-        while state.is_late:
-            wait([state.awaited])
+            self._begin_compiled()
         assert state.apart is not None, "it was begun"
         filling, there = state.apart
         known = filling.finish()

@@ -18,10 +18,9 @@ every call, takes 0.8 to 1.8 times as long as bf16's for 64.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from timeit import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,6 +153,7 @@ def has_int8_product() -> bool:
     return has_own_product() or has_onednn_product()
 
 
+@cache
 def has_own_product() -> bool:
     """Whether our own kernel runs on this CPU."""
     if find_spec("numba") is None:
@@ -189,16 +189,8 @@ def _is_reference() -> bool:
     form = GroupedInt.quantize(weight, 8, 256, quantizes_inputs=True)
     kernel, inputs = Int8Linear(form), torch.ones(16, 256, dtype=torch.int8)
     wide = inputs.float()
-    return _shortest(lambda: kernel._multiply(inputs)) > _REFERENCE * _shortest(
-        lambda: F.linear(wide, weight)
+    ours, others = (
+        min(repeat(work, number=1, repeat=_RUNS))
+        for work in (lambda: kernel._multiply(inputs), lambda: F.linear(wide, weight))
     )
-
-
-def _shortest(work: Callable[[], object]) -> float:
-    """Seconds of the shortest of some runs."""
-    times = []
-    for _ in range(_RUNS):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return ours > _REFERENCE * others

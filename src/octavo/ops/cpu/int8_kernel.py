@@ -18,7 +18,7 @@ from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
 from octavo.ops.cpu.gates import write_gated
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
-from octavo.ops.cpu.linear_kernel import point_to_tiles
+from octavo.ops.cpu.linear_kernel import BLOCK, point_to_tiles
 from octavo.ops.cpu.matrix_tiles import (
     PAIR,
     TILE_BYTES,
@@ -34,7 +34,6 @@ from octavo.ops.epilogue import Epilogue
 PANEL_TILES = 4  # tiles of tokens whose sums are held together
 MAX_SPAN = SPAN  # tiles of outputs whose sums are
 PANEL = PANEL_TILES * LANES  # tokens
-BLOCK = MAX_SPAN * LANES  # outputs
 
 _FIELDS = (
     *("next_unit", "x", "x_stride", "x_scales", "weight", "offsets", "scales", "bias", "output"),
@@ -106,11 +105,11 @@ def _sum_by_words(
     [rows, MAX_SPAN, 16]. num_left: tiles of outputs from these on."""
     words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
     weight_tile = job.depth * TILE_BYTES
+    weight = job.weight + tile * weight_tile
     groups = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for group in range(groups):
         begin = first + group * (last - first) // groups
         rows = first + (group + 1) * (last - first) // groups - begin
-        weight = job.weight + tile * weight_tile
         point_to_tiles(tiles, weight, weight_tile, group, groups, num_left)
         multiply_keys(
             words, rows, count, job.x + begin * job.x_stride, job.x_stride, tiles.ctypes.data,
@@ -147,7 +146,7 @@ def _linear(
     num_tiles = (num_outputs + LANES - 1) // LANES
     row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
     num_units = (num_tiles + job.span - 1) // job.span * row_units
-    half = MAX_SPAN * LANES  # where the second halves of the sums, scales and rows begin
+    half = BLOCK  # where the second halves of the sums, scales and rows begin
     if has_tiles:
         _set_shapes(job.tile_rows)
     unit = fetch_add(jobs.ctypes.data, 1)
