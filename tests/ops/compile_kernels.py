@@ -132,6 +132,26 @@ def attention() -> None:
     replace(crossed, query_lens=(1, 19)).run("triton", "cpu")
 
 
+def prompts_on_hopper() -> None:
+    """attention_prefill_hopper.py's kernel with tiles of both sizes, with sinks and a window, of a
+    block and of a part of it, and of an encoder's keys."""
+    from octavo.ops.cuda import attention_prefill_hopper
+
+    attention_prefill_hopper.num_sms = lambda device: 132
+    attend = attention_prefill_hopper.attend_on_hopper
+    for dim, block_size, group, window, tile, is_causal in (
+        (128, 16, 4, None, 128, True),
+        (128, 8, 1, None, 64, False),
+        (64, 128, 7, 128, 64, True),
+    ):
+        query = torch.zeros(4, 2 * group, dim, dtype=torch.bfloat16)
+        cache = torch.zeros(2, 2, 2, block_size, dim, dtype=torch.bfloat16)
+        numbers = torch.zeros(1, 8, dtype=torch.int32)
+        sinks = None if window is None else torch.zeros(2 * group)
+        output = query.flatten(1)
+        attend(query, cache, numbers, numbers[0], output, 0.1, sinks, window, tile, is_causal)
+
+
 def encoders() -> None:
     """With relative biases and without."""
     from test_bidirectional import attended, layers
@@ -626,6 +646,7 @@ if __name__ == "__main__":
     install()
     experts()
     attention()
+    prompts_on_hopper()
     encoders()
     norms()
     projections()

@@ -2,7 +2,8 @@
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
 linear_hopper_float12.py, linear_gemv_packed.py, linear_ring.py, linear_ring_float12.py,
-experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py and experts_one_float8.py use.
+experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py, experts_one_float8.py and
+attention_prefill_hopper.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
@@ -88,12 +89,20 @@ class Pointer:
     """Into a tensor, as many elements behind its first one as `offset` says."""
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
-        self.memory = memory.view(-1)
+        self.memory = _from_first(memory)
         self.offset = offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
+
+
+def _from_first(values: Tensor) -> Tensor:
+    """A tensor's memory from its first element on, with what lies between strided ones."""
+    if values.is_contiguous():
+        return values.view(-1)
+    size = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
+    return values.as_strided((size,), (1,))
 
 
 class Shared:

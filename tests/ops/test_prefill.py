@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from gluon_emulator import Emulated
 from paged_cases import BOUND, attend, distance, make_paged
+from torch import Tensor
 
 from octavo.ops import ScoreFunction
-from octavo.ops.cuda import attention_prefill
-from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
+from octavo.ops.cuda import attention_prefill, attention_prefill_hopper
+from octavo.ops.cuda.attention_prefill import (
+    PrefillConfig,
+    hopper_prefill_config,
+    prefill_attention,
+    prefill_config,
+)
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
 from octavo.ops.cuda.paged import tile_alignment
@@ -30,6 +39,22 @@ CASES = {
     ],
 }
 # cached, new
+# The same, with tiles of so many keys
+HOPPER_CASES = {
+    "cpu": [(16, 2, 3, 64, None, 64), (8, 1, 4, 64, 100, 64), (64, 2, 1, 64, None, 128)],
+    "cuda": [
+        (block_size, kv_heads, group, dim, window, tile)
+        for block_size, kv_heads, group, dim, window in (
+            (16, 8, 4, 128, None),
+            (16, 40, 1, 128, None),
+            (16, 4, 8, 64, 128),
+            (8, 3, 7, 64, 300),
+            (128, 2, 5, 128, None),
+            (512, 5, 128, 128, 1),
+        )
+        for tile in (64, 128)
+    ],
+}
 SEQUENCES = {"cpu": [(0, 18), (21, 9)], "cuda": [(0, 1), (0, 700), (500, 513), (33, 2), (1000, 64)]}
 DTYPES = {"cpu": [torch.float32], "cuda": list(BOUND)}
 
@@ -89,3 +114,97 @@ def test_heads_of_256_take_less_where_shared_memory_is_scarce(group: int) -> Non
         prefill_config(torch.bfloat16, 256, group, size) for size in (MUCH_SHARED_MEMORY, 99 << 10)
     )
     assert little.rows * little.tile < much.rows * much.tile
+
+
+def run_on_hopper(
+    case: tuple[int, int, int, int, int | None, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    sequences: list[tuple[int, int]],
+    sinks: Tensor | None = None,
+    num_padded: int = 0,
+) -> list[tuple[Tensor, Tensor]]:
+    """Each sequence's results and what is expected of them, without sinks.
+
+    sequences: cached and new tokens. num_padded: items without tokens.
+    """
+    block_size, kv_heads, group, dim, window, tile = case
+    cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
+    starts = (lens.cumsum() - lens).astype(np.int32)
+    contexts = (cached + lens).tolist()
+    seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
+    paged = make_paged(contexts, max(contexts) + 70, block_size, kv_heads, dim, dtype, device)
+    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2), dim).to(dtype).to(device)
+    query = fused[:, : kv_heads * group]
+    alignment = tile_alignment(tile, block_size)
+    items = prefill_items(seqs, window, tile, alignment, attention_prefill_hopper.ROWS // group)
+    items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
+    output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
+    weights = None if sinks is None else SimpleNamespace(weight=sinks)
+    scores = KernelScores.of(ScoreFunction(dim**-0.5, sinks=weights), device)
+    config = PrefillConfig(attention_prefill_hopper.ROWS, tile, 4, 0, is_for_hopper=True)
+    staged = torch.from_numpy(items.reshape(-1)).to(device)
+    for _ in range(2):  # the second launch finds its counters as the first one did
+        prefill_attention(
+            query, paged.layer_cache, paged.table, staged, output, scores, window, config
+        )
+    results = []
+    for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
+        keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
+        part = slice(start, start + count)
+        results.append((output[part], attend(query[part], keys, values, int(cached[seq]), window)))
+    return results
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A Hopper GPU, or three emulated SMs."""
+    if device.type == "cpu":
+        kernel = Emulated(attention_prefill_hopper.prefill_hopper_kernel)
+        monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper_kernel", kernel)
+        monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
+    elif torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+def test_prefills_on_hopper(hopper: torch.device) -> None:
+    sequences = {"cpu": [(0, 18), (21, 9), (150, 70)], "cuda": SEQUENCES["cuda"]}[hopper.type]
+    for case in HOPPER_CASES[hopper.type]:
+        block_size, _, group, dim, _, _ = case
+        for dtype in (torch.bfloat16, torch.float16):
+            assert attention_prefill_hopper.takes(dtype, dim, group, block_size)
+            for got, expected in run_on_hopper(case, dtype, hopper, sequences):
+                assert distance(got, expected) < BOUND[dtype]
+
+
+def test_sinks_and_empty_items_on_hopper(hopper: torch.device) -> None:
+    """A sink of -inf changes nothing; one far above all scores leaves nothing of the values."""
+    case = (16, 2, 2, 64, 128, 64)
+    sinks = torch.tensor([-torch.inf, -torch.inf, 200.0, -torch.inf], device=hopper)
+    for got, expected in run_on_hopper(case, torch.bfloat16, hopper, [(0, 3), (99, 80)], sinks, 9):
+        results, others = (x.view(len(x), 4, 64) for x in (got, expected))
+        assert (results[:, 2] == 0).all()
+        kept = [0, 1, 3]
+        assert distance(results[:, kept], others[:, kept]) < BOUND[torch.bfloat16]
+
+
+def test_what_is_for_hopper() -> None:
+    takes = attention_prefill_hopper.takes
+    assert takes(torch.float16, 128, 128, 8)
+    assert not takes(torch.float32, 128, 1, 16)
+    assert not takes(torch.bfloat16, 128, 129, 16), "more heads than an item has rows"
+    for dim in (80, 96, 192, 256):
+        assert not takes(torch.bfloat16, dim, 1, 16)
+    for block_size in (1, 4, 24, 48):
+        assert not takes(torch.bfloat16, 128, 1, block_size)
+
+
+def test_long_sequences_have_larger_tiles() -> None:
+    assert hopper_prefill_config([500] * 100, None).tile == 64
+    assert hopper_prefill_config([8000], None).tile == 128
+    assert hopper_prefill_config([100] * 100 + [30_000], None).tile == 128, (
+        "as most of the work has"
+    )
+    assert hopper_prefill_config([30_000], 512).tile == 64
+    assert hopper_prefill_config([], None).tile == 64

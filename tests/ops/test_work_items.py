@@ -97,9 +97,10 @@ def test_prefills_cover_each_token_once(window: int | None) -> None:
         mine = mine[mine[:, 0].argsort()]
         covered = np.concatenate([np.arange(m[0], m[0] + m[6]) for m in mine])
         assert covered.tolist() == list(range(token, token + lens[i]))
-        for first, _, begin, seen_by_all, end, position, count, _ in mine:
+        for first, _, begin, seen_by_all, end, position, count, written in mine:
             assert position == cached[i] + first - token
             assert end == position + count
+            assert written == lens[i] + cached[i]
             assert seen_by_all % 64 == 0
             assert position + 1 - 64 < seen_by_all <= position + 1
             first_seen = 0 if window is None else max(0, position - window + 1)

@@ -32,6 +32,7 @@ from octavo.ops.base import (
     RotaryTable,
     Staging,
 )
+from octavo.ops.cuda import attention_prefill_hopper
 from octavo.ops.cuda.attention_cascade import CascadeConfig, cascade_attention, cascade_config
 from octavo.ops.cuda.attention_decode import (
     MAX_PROGRAMS,
@@ -41,7 +42,12 @@ from octavo.ops.cuda.attention_decode import (
     decode_attention,
     decode_config,
 )
-from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
+from octavo.ops.cuda.attention_prefill import (
+    PrefillConfig,
+    hopper_prefill_config,
+    prefill_attention,
+    prefill_config,
+)
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import (
     MAX_CASCADE_RESULTS,
@@ -56,6 +62,7 @@ from octavo.ops.cuda.attention_work_items import (
     prefill_items,
 )
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
+from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
 from octavo.ops.cuda.tile_sizes import shared_memory
@@ -142,6 +149,9 @@ class TritonBackend:
         self._dtype = dtype
         self._is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
         self._shared_memory = shared_memory(kv_cache.device)
+        self._hopper_shapes = {
+            shape for shape in self._shapes if self._is_for_hopper(shape, kv_cache.device)
+        }
         self._cascade_supports = {
             shape: support
             for shape in self._shapes
@@ -280,11 +290,12 @@ class TritonBackend:
     ) -> None:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
-            config = prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
+            seqs = shape.keys_of(causal, encoded)
+            config = self._prefill_config(shape, seqs.contexts, batch.padded is not None)
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(
-                shape.keys_of(causal, encoded),
+                seqs,
                 shape.window,
                 config.tile,
                 alignment,
@@ -300,6 +311,26 @@ class TritonBackend:
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = staged, config
+
+    def _prefill_config(self, shape: _Shape, contexts: Int32s, is_captured: bool) -> PrefillConfig:
+        if shape in self._hopper_shapes:
+            # A captured step's graph has one configuration for all contexts.
+            return hopper_prefill_config([] if is_captured else contexts.tolist(), shape.window)
+        return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
+
+    def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
+        """Whether attention_prefill_hopper.py computes the prompts of layers of this shape."""
+        if device.type != "cuda" or not _is_hopper(device) or self._is_fp8:
+            return False
+        layers = [layer for layer in self._layers.values() if layer.shape == shape]
+        are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)
+        is_plain = all(layer.scores.is_plain for layer in layers)
+        takes = attention_prefill_hopper.takes
+        return (
+            are_rows
+            and is_plain
+            and takes(self._dtype, shape.head_dim, shape.group, shape.block_size)
+        )
 
     def forward(
         self,

@@ -1,5 +1,8 @@
 """Attention of prompts and their chunks: new tokens over cached and new keys, all in blocks.
 
+On Hopper GPUs attention_prefill_hopper.py computes most of it. The kernel here computes what is
+left, and on other GPUs everything.
+
 A work item is some new tokens of one sequence; one program per KV head computes it for all query
 heads of that KV head: row r of its tile is head r % group of token r // group.
 Reference: `ReferenceBackend`.
@@ -17,6 +20,7 @@ one KV head before those of the next: 1.05 at best, 0.7 to 0.87 at 1 x 2,048.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.base import KVScales
+from octavo.ops.cuda import attention_prefill_hopper
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     has_fast_tanh,
@@ -46,6 +51,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
+_LONG = 2048  # keys of a sequence, from which on larger tiles take less time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class PrefillConfig:
     tile: int
     num_warps: int
     num_stages: int
+    is_for_hopper: bool = False  # attention_prefill_hopper.py has a number of warps of its own
 
 
 @cache
@@ -76,6 +83,16 @@ def prefill_config(
     if group == 1 or group > 64:
         return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3)
     return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
+
+
+def hopper_prefill_config(contexts: Sequence[int], window: int | None) -> PrefillConfig:
+    """What attention_prefill_hopper.py has for sequences of so many keys; none: for any."""
+    # On average half of an item's last tile is in vain, which with few keys is much. Most of the
+    # work is that of the longest sequences.
+    lens = [min(each, window or each) for each in contexts]
+    is_long = sum(each * each for each in lens) > _LONG * sum(lens)
+    rows, tile = attention_prefill_hopper.ROWS, 128 if is_long else 64
+    return PrefillConfig(rows, tile, num_warps=4, num_stages=0, is_for_hopper=True)
 
 
 @triton.jit
@@ -276,13 +293,29 @@ def prefill_attention(
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
         table: int32 [num_rows, max_blocks].
         items: int32 [num_items * ITEM_FIELDS], each (first token, table row, first key, end of the
-            tiles whose keys all rows see, end of keys, first token's position, tokens, 0). The
-            first key is a multiple of `tile_alignment(config.tile, block_size)`, and
-            tokens * group <= config.rows.
+            tiles whose keys all rows see, end of keys, first token's position, tokens, end of the
+            sequence's keys). The first key is a multiple of `tile_alignment(config.tile,
+            block_size)`, and tokens * group <= config.rows.
         output: [num_tokens, num_heads * head_dim], dense.
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
         kv_scales: if the cache is e4m3.
     """
+    if config.is_for_hopper:
+        assert scores.is_plain
+        assert kv_scales is None
+        attention_prefill_hopper.attend_on_hopper(
+            query,
+            layer_cache,
+            table,
+            items,
+            output,
+            scores.scale,
+            scores.sinks,
+            window,
+            config.tile,
+            is_causal,
+        )
+        return
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     for part in torch.split(items, _MAX_ITEMS * ITEM_FIELDS):

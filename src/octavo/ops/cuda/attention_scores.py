@@ -54,6 +54,11 @@ class KernelScores:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether scores are scaled dot products; sinks, which are no keys, do not change them."""
+        return self.cap is None and self.slopes is None and self.biases is None
+
+    @property
     def max_distance(self) -> int:
         """The last column of `biases`; 0 without."""
         return 0 if self.biases is None else self.biases.shape[1] - 1

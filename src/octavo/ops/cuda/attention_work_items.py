@@ -289,4 +289,5 @@ def prefill_items(
     items[:, 4] = end
     items[:, 5] = position
     items[:, 6] = count
+    items[:, 7] = contexts[seq]
     return items[order]
