@@ -189,6 +189,17 @@ def test_sinks_and_empty_items_on_hopper(hopper: torch.device) -> None:
         assert distance(results[:, kept], others[:, kept]) < BOUND[torch.bfloat16]
 
 
+def test_a_step_without_prompts_on_hopper(hopper: torch.device) -> None:
+    query = torch.full((3, 4, 64), torch.nan, dtype=torch.bfloat16, device=hopper)
+    cache = torch.empty((2, 2, 2, 16, 64), dtype=torch.bfloat16, device=hopper)
+    none = torch.empty((0, 8), dtype=torch.int32, device=hopper)
+    output = torch.zeros_like(query.flatten(1))
+    attention_prefill_hopper.attend_on_hopper(
+        query, cache, none, none.flatten(), output, 1.0, None, None, 64, True
+    )
+    assert (output == 0).all()
+
+
 def test_what_is_for_hopper() -> None:
     takes = attention_prefill_hopper.takes
     assert takes(torch.float16, 128, 128, 8)

@@ -287,7 +287,8 @@ def _fetch(
     num_cleared = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    next_number = number + num_programs
+    # Whose first unit is the longest has the shortest of the second ones.
+    next_number = 2 * num_programs - 1 - number
     _tell(claims, turn, number)
     _tell(claims, turn + 1, next_number)
     unit = _read_unit(items, number, num_items, NUM_KV_HEADS, HEADS)
