@@ -27,7 +27,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from octavo.core.step import StepPlan
 from octavo.ops import KVScales, ScoreFunction
-from octavo.ops.cuda.attention_prefill import prefill_attention, prefill_config
+from octavo.ops.cuda.attention_prefill import (
+    hopper_prefill_config,
+    prefill_attention,
+    prefill_config,
+)
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
 from octavo.ops.cuda.block_copy import copy_blocks
@@ -63,8 +67,9 @@ def measure_decode(kv_scales: KVScales | None) -> tuple[Table, Table]:
 
 def measure_prefill() -> dict[str, Table]:
     """TFLOP/s of causal attention, paged, and PyTorch's on dense tensors; TB/s of the KV write."""
-    kernels = {
+    kernels: dict[str, Callable[[Work], Callable[[int], object]]] = {
         "prefill, TFLOP/s": paged_prefill,
+        "prefill, the kernel that any GPU has": partial(paged_prefill, is_for_hopper=False),
         "prefill, SDPA with FlashAttention 2, dense": sdpa(SDPBackend.FLASH_ATTENTION),
         "prefill, SDPA with cuDNN, dense": sdpa(SDPBackend.CUDNN_ATTENTION),
         "prefill, varlen_attn, dense": varlen,
@@ -86,9 +91,11 @@ def measure_prefill() -> dict[str, Table]:
     return results | {"KV write, TB/s read plus written": write_rates}
 
 
-def paged_prefill(work: Work) -> Callable[[int], None]:
+def paged_prefill(work: Work, is_for_hopper: bool = True) -> Callable[[int], None]:
     group_size, query = work.heads // work.kv_heads, work.heads_of_tokens[0]
     config = prefill_config(torch.bfloat16, HEAD_DIM, group_size)
+    if is_for_hopper and torch.cuda.get_device_capability()[0] == 9:
+        config = hopper_prefill_config(work.batch.context_lens.tolist(), None)
     starts = work.batch.query_starts.numpy()[:-1]
     rows, lens = work.batch.rows, work.batch.query_lens
     assert rows is not None

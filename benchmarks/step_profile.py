@@ -26,7 +26,7 @@ STEPS = 10
 REQUEST = "OCTAVO_PROFILE"  # the environment variable: where the result goes, if FILE.now exists
 # Parts of names, the first that fits.
 KINDS = {
-    "attention": ("_decode_kernel", "_cascade", "_prefill", "_write"),
+    "attention": ("_decode_kernel", "_cascade", "prefill", "_write"),
     "norm, all-reduce": ("_norm_kernel",),
     "GEMM": ("linear", "gemm", "nvjet", "splitK", "cutlass", "_gate_kernel"),
     "sampling": ("_peak", "_draw", "_candidates", "_weights", "nccl", "_keep", "reduce", "arg"),

@@ -123,6 +123,7 @@ def run_on_hopper(
     sequences: list[tuple[int, int]],
     sinks: Tensor | None = None,
     num_padded: int = 0,
+    is_causal: bool = True,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sequence's results and what is expected of them, without sinks.
 
@@ -137,22 +138,24 @@ def run_on_hopper(
     fused = torch.randn(int(lens.sum()), kv_heads * (group + 2), dim).to(dtype).to(device)
     query = fused[:, : kv_heads * group]
     alignment = tile_alignment(tile, block_size)
-    items = prefill_items(seqs, window, tile, alignment, attention_prefill_hopper.ROWS // group)
+    rows = attention_prefill_hopper.ROWS
+    items = prefill_items(seqs, window, tile, alignment, rows // group, is_causal)
     items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
     output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
     weights = None if sinks is None else SimpleNamespace(weight=sinks)
     scores = KernelScores.of(ScoreFunction(dim**-0.5, sinks=weights), device)
-    config = PrefillConfig(attention_prefill_hopper.ROWS, tile, 4, 0, is_for_hopper=True)
+    config = PrefillConfig(rows, tile, 4, 0, is_for_hopper=True)
     staged = torch.from_numpy(items.reshape(-1)).to(device)
     for _ in range(2):  # the second launch finds its counters as the first one did
         prefill_attention(
-            query, paged.layer_cache, paged.table, staged, output, scores, window, config
+            query, paged.layer_cache, paged.table, staged, output, scores, window, config, is_causal
         )
     results = []
     for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
         keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
         part = slice(start, start + count)
-        results.append((output[part], attend(query[part], keys, values, int(cached[seq]), window)))
+        first = int(cached[seq]) if is_causal else contexts[seq]  # behind the end, all is seen
+        results.append((output[part], attend(query[part], keys, values, first, window)))
     return results
 
 
@@ -176,6 +179,14 @@ def test_prefills_on_hopper(hopper: torch.device) -> None:
             assert attention_prefill_hopper.takes(dtype, dim, group, block_size)
             for got, expected in run_on_hopper(case, dtype, hopper, sequences):
                 assert distance(got, expected) < BOUND[dtype]
+
+
+def test_an_encoder_s_keys_on_hopper(hopper: torch.device) -> None:
+    """Which all queries see."""
+    case = (16, 2, 5, 64, None, 64)
+    sequences = [(61, 3), (100, 28), (1, 200)]
+    for got, expected in run_on_hopper(case, torch.bfloat16, hopper, sequences, is_causal=False):
+        assert distance(got, expected) < BOUND[torch.bfloat16]
 
 
 def test_sinks_and_empty_items_on_hopper(hopper: torch.device) -> None:

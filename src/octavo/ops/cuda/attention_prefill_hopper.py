@@ -272,7 +272,8 @@ def _fetch(
     HEADS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that loads keys and values, a single warp. It claims units, one ahead."""
+    """The partition that loads keys and values, a single warp. It claims units two turns
+    ahead, so that it never waits for a number."""
     key_boxes, value_boxes, few_values = boxes
     keys_ready, keys_free, values_ready, values_free, last_ready = barriers
     STAGES: gl.constexpr = keys_ready.shape[0]
