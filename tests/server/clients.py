@@ -88,7 +88,10 @@ async def kill(client: EngineClient, times: int, num_steps: int) -> None:
 
 
 async def assert_nothing_is_held(client: EngineClient) -> None:
+    """Once all replicas serve: one that restarts has no engine to ask."""
     for replica in client.replicas:
+        while not replica.is_serving:
+            await asyncio.sleep(0.01)
         snapshot = await client.snapshot(replica.number)
         assert snapshot.device.num_free == snapshot.device.num_blocks
         assert not any(snapshot.device.ref_counts)
