@@ -204,15 +204,24 @@ def test_other_forms_have_no_kernel() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 5, 16, 33, 70, 300])
 def test_our_product_has_the_bits_of_onednn_s(num_tokens: int, threads: int) -> None:
-    """However the work is shared, and whatever the last tiles lack."""
+    """However the work is shared, whatever the last tiles lack, and wherever the tokens lie."""
     x, form = operands(num_tokens, 1234, 528)
     x, bias = x.bfloat16(), torch.linspace(-2, 2, 1234).bfloat16()
+    apart = torch.full((num_tokens, 600), torch.nan).bfloat16()
+    apart[:, :528] = x
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for each in (None, bias):
-            ours = PackedInt8Linear(form).apply_partial(x, each)
-            assert torch.equal(ours, Int8Linear(form).apply_partial(x, each))
+            expected = Int8Linear(form).apply_partial(x, each)
+            for given in (x, apart[:, :528], x.T.contiguous().T):
+                assert torch.equal(PackedInt8Linear(form).apply_partial(given, each), expected)
+        x[num_tokens // 2, 3] = torch.inf
+        ours, theirs = (
+            kind(form).apply_partial(x, bias) for kind in (PackedInt8Linear, Int8Linear)
+        )
+        assert ours[num_tokens // 2].isnan().all()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     finally:
         torch.set_num_threads(before)
 

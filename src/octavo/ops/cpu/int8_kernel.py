@@ -14,6 +14,7 @@ from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import gates as cpu_gates
 from octavo.ops.cpu import linear_kernel as cpu_linear
 from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
+from octavo.ops.cpu import row_kernels as cpu_row_kernels
 from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
 from octavo.ops.cpu.gates import write_gated
@@ -28,6 +29,7 @@ from octavo.ops.cpu.matrix_tiles import (
     release_tiles,
     scale_sums,
 )
+from octavo.ops.cpu.row_kernels import quantize_row
 from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_float
 from octavo.ops.epilogue import Epilogue
 
@@ -38,12 +40,14 @@ PANEL = PANEL_TILES * LANES  # tokens
 _FIELDS = (
     *("next_unit", "x", "x_stride", "x_scales", "weight", "offsets", "scales", "bias", "output"),
     *("num_rows", "tile_rows", "out_features", "depth", "span", "rows_per_unit"),
+    *("exact", "exact_stride", "in_features"),
 )
 JOB = np.dtype([(name, np.int64) for name in _FIELDS])
 """What a call needs. Addresses and x_stride are bytes; depth counts steps of 64 inputs. Tokens
 share tiles by `tile_rows`, and x has rows for all of the last tile of a matrix unit. A unit of work
 is `span` tiles of outputs (of a gate, and as many that it multiplies) for `rows_per_unit` tokens,
-whole tiles. `offsets` are added to the sums, int32 [out_features]; 0: there are none."""
+whole tiles. `offsets` are added to the sums, int32 [out_features]; 0: there are none. `exact`: of
+tokens that a single thread rounds to x before, with its strides in elements; 0: x is there."""
 
 
 @inlined
@@ -99,11 +103,18 @@ def _sum_by_tiles(
 
 @inlined
 def _sum_by_words(
-    job: Any, tile: int, count: int, num_left: int, first: int, last: int, sums: Any
+    job: Any,
+    words: Any,
+    tiles: Any,
+    tile: int,
+    count: int,
+    num_left: int,
+    first: int,
+    last: int,
+    sums: Any,
 ) -> None:
     """int32 sums, but for `offsets`, of `count` tiles of outputs and of the rows [first, last):
     [rows, MAX_SPAN, 16]. num_left: tiles of outputs from these on."""
-    words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
     weight_tile = job.depth * TILE_BYTES
     weight = job.weight + tile * weight_tile
     groups = (last - first + TILE_ROWS - 1) // TILE_ROWS
@@ -141,7 +152,15 @@ def _linear(
     row = np.empty(2 * MAX_SPAN * LANES, np.float32)
     partial = np.empty(MAX_SPAN * LANES, elements.dtype)
     wide, itemsize = np.empty(0, np.float32), size_of(elements)
+    words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
     x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
+    if job.exact != 0:
+        flipped = np.int8(0) if has_tiles else np.int8(-128)
+        for r in range(job.num_rows):
+            place = job.exact + r * job.exact_stride * size_of(bias_elements)
+            exact = carray(pointer_to(place, bias_elements), job.in_features)
+            rounded = carray(pointer_to(job.x + r * job.x_stride, words), job.in_features)
+            x_scales[r] = quantize_row(exact, rounded, job.in_features, flipped)
     num_outputs = job.out_features // 2 if is_gated else job.out_features
     num_tiles = (num_outputs + LANES - 1) // LANES
     row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
@@ -169,7 +188,9 @@ def _linear(
                 if has_tiles:
                     _sum_by_tiles(job, of_side, count, first, last, first > begin, there)
                 else:
-                    _sum_by_words(job, of_side, count, num_tiles - tile, first, last, there)
+                    _sum_by_words(
+                        job, words, tiles, of_side, count, num_tiles - tile, first, last, there
+                    )
             for r in range(first, last):
                 place = job.output + (r * num_outputs + tile * LANES) * itemsize
                 target = place if width == count * LANES else partial.ctypes.data
@@ -210,7 +231,9 @@ def compile_product(element: Any, bias_element: Any, epilogue: Epilogue, has_til
     has_tiles: on matrix units, of inputs in int8; else by dot products, of inputs in uint8, from
     whose sums `offsets` take what was added to the inputs.
     """
-    sources = digest_of(cpu_gates, cpu_linear, cpu_matrix_tiles, cpu_tiles, cpu_vectors)
+    sources = digest_of(
+        cpu_gates, cpu_linear, cpu_matrix_tiles, cpu_row_kernels, cpu_tiles, cpu_vectors
+    )
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
     is_gated = epilogue.is_gated
 

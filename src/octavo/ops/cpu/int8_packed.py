@@ -1,8 +1,9 @@
 """Products of int8 weights with rounded tokens on x86 CPUs: by matrix units (AMX), or by the dot
 products of AVX-512 (VNNI).
 
-One call rounds the tokens, another multiplies, scales, adds the bias, applies the gate and writes
-results in the inputs' dtype, where oneDNN's product leaves float32 sums to another pass. Measured
+One call multiplies, scales, adds the bias, applies the gate and writes results in the inputs'
+dtype, where oneDNN's product leaves float32 sums to another pass. A single thread rounds the tokens
+in the same call, for several another one does. Measured
 on one core of a Xeon with matrix units, weights from memory, this takes 0.65 to 0.9 of the time of
 oneDNN's int8 with such a pass (int8.py) for 1 to 1,024 tokens, with the same bits.
 
@@ -63,6 +64,11 @@ class PackedInt8Linear:
         self._offsets = None
         if not self._has_tiles:  # 128 is added to inputs
             self._offsets = self._tiles.sum(dim=(1, 3), dtype=torch.int32).mul_(-128)
+        self._addresses = (
+            self._tiles.data_ptr(),
+            0 if self._offsets is None else self._offsets.data_ptr(),
+            self._scales.data_ptr(),
+        )
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply. Batch-invariant."""
@@ -75,7 +81,7 @@ class PackedInt8Linear:
         return self._multiply(x, bias, Epilogue.NONE)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        num_tokens, num_outputs = len(x), self._out_features
+        (num_tokens, in_features), num_outputs = x.shape, self._out_features
         size = num_outputs // 2 if epilogue.is_gated else num_outputs
         dtype = torch.float32 if self._is_wide else x.dtype
         output = torch.empty((num_tokens, size), dtype=dtype)
@@ -84,23 +90,29 @@ class PackedInt8Linear:
             return output
         tile_rows = -(-num_tokens // num_tiles) if self._has_tiles else LANES
         num_rows = num_tiles * tile_rows if self._has_tiles else num_tokens
-        rounded, scales = quantize_rows(x, (num_rows, self._stride))
-        if not self._has_tiles:
-            rounded.view(torch.uint8).bitwise_xor_(128)  # adds it
         threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
         if self._tiles.numel() * max(1, num_tokens // 8) < WORTH_SHARING:
             threads = 1
-        if threads > 1:
+        exact = 0
+        if threads == 1:  # who rounds the tokens, too
+            x = x if x.stride(1) == 1 else x.contiguous()
+            exact = x.data_ptr()
+            rounded = torch.empty((num_rows, self._stride), dtype=torch.int8)
+            scales = torch.empty(num_tokens)
+        else:
+            rounded, scales = quantize_rows(x, (num_rows, self._stride))
+            if not self._has_tiles:
+                rounded.view(torch.uint8).bitwise_xor_(128)  # adds it
             columns, wanted = -(-size // LANES), UNITS_PER_THREAD * threads
             span = max(1, min(MAX_SPAN, columns // wanted))
             panel = PANEL_TILES * tile_rows
             cuts = -(-wanted // -(-columns // span))
             rows_per_unit = -(-num_tokens // (cuts * panel)) * panel
         job = _Job(  # in the order of JOB: next_unit first
-            0, rounded.data_ptr(), self._stride, scales.data_ptr(), self._tiles.data_ptr(),
-            0 if self._offsets is None else self._offsets.data_ptr(),
-            self._scales.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(),
+            0, rounded.data_ptr(), self._stride, scales.data_ptr(), *self._addresses,
+            0 if bias is None else bias.data_ptr(), output.data_ptr(),
             num_tokens, tile_rows, num_outputs, self._stride // TILE_INPUTS, span, rows_per_unit,
+            exact, x.stride(0), in_features,
         )  # fmt: skip
         _runner(dtype, x.dtype, epilogue, self._has_tiles)(addressof(job), threads)
         return output

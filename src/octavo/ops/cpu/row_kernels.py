@@ -202,6 +202,22 @@ def _largest(row: Any, size: int) -> Any:
 
 
 @jit
+def quantize_row(row: Any, output: Any, size: int, flipped: Any) -> Any:
+    """Write a row, rounded to int8, with the bits of `flipped` turned over; what that is to be
+    multiplied by. Of a row with an infinity or a NaN it is NaN."""
+    bits = _largest(row, size)
+    if bits >= INFINITY_BITS:
+        for i in range(size):
+            output[i] = flipped
+        return np.float32(np.nan)
+    largest = max(from_bits(bits), SMALLEST_ROW)
+    inverse = INT8_MAX / largest
+    for i in range(size):
+        output[i] = round_to_int8(to_float(row[i]) * inverse) ^ flipped
+    return largest / INT8_MAX
+
+
+@jit
 def _quantize(address: int, like: Any, rounded: Any) -> None:
     """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded; tokens of
     the output are `bias` bytes apart.
@@ -216,16 +232,7 @@ def _quantize(address: int, like: Any, rounded: Any) -> None:
         for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
             row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
             output = carray(pointer_to(args[OUTPUT] + r * args[BIAS], rounded), size)
-            bits = _largest(row, size)
-            if bits >= INFINITY_BITS:
-                scales[r] = np.float32(np.nan)
-                output[:] = 0
-            else:
-                largest = max(from_bits(bits), SMALLEST_ROW)
-                scales[r] = largest / INT8_MAX
-                inverse = INT8_MAX / largest
-                for i in range(size):
-                    output[i] = round_to_int8(to_float(row[i]) * inverse)
+            scales[r] = quantize_row(row, output, size, np.int8(0))
         begin = fetch_add(address, args[CHUNK])
 
 
