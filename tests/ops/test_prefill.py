@@ -200,6 +200,13 @@ def test_sinks_and_empty_items_on_hopper(hopper: torch.device) -> None:
         assert distance(results[:, kept], others[:, kept]) < BOUND[torch.bfloat16]
 
 
+def test_empty_items_of_heads_that_follow_each_other_on_hopper(hopper: torch.device) -> None:
+    """Each time, units without tokens come before those of the next heads."""
+    case = (16, 10, 1, 64, None, 64)
+    for got, expected in run_on_hopper(case, torch.bfloat16, hopper, [(0, 130), (5, 2)], None, 5):
+        assert distance(got, expected) < BOUND[torch.bfloat16]
+
+
 def test_a_step_without_prompts_on_hopper(hopper: torch.device) -> None:
     query = torch.full((3, 4, 64), torch.nan, dtype=torch.bfloat16, device=hopper)
     cache = torch.empty((2, 2, 2, 16, 64), dtype=torch.bfloat16, device=hopper)
