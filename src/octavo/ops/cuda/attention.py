@@ -313,9 +313,9 @@ class TritonBackend:
             self._prefills[shape] = staged, config
 
     def _prefill_config(self, shape: _Shape, contexts: Int32s, is_captured: bool) -> PrefillConfig:
-        if shape in self._hopper_shapes:
-            # A captured step's graph has one configuration for all contexts.
-            return hopper_prefill_config([] if is_captured else contexts.tolist(), shape.window)
+        """Captured steps, which are small, have one configuration for all contexts."""
+        if shape in self._hopper_shapes and not is_captured:
+            return hopper_prefill_config(contexts.tolist(), shape.window)
         return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:

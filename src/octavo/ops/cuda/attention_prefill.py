@@ -86,7 +86,7 @@ def prefill_config(
 
 
 def hopper_prefill_config(contexts: Sequence[int], window: int | None) -> PrefillConfig:
-    """What attention_prefill_hopper.py has for sequences of so many keys; none: for any."""
+    """What attention_prefill_hopper.py has for sequences of so many keys."""
     # On average half of an item's last tile is in vain, which with few keys is much. Most of the
     # work is that of the longest sequences.
     lens = [min(each, window or each) for each in contexts]

@@ -162,6 +162,12 @@ def _read_unit(items, number, num_items, NUM_KV_HEADS: gl.constexpr, HEADS: gl.c
 
 
 @gluon.jit
+def _num_tiles(begin, end, TILE: gl.constexpr):
+    """Of a unit. An item without tokens has a tile, too."""
+    return gl.maximum(gl.cdiv(end - begin, TILE), 1)
+
+
+@gluon.jit
 def _claim(counter):
     """The next number of a counter in the first lane, and 0 in the others; nothing waits for it
     before it is used."""
@@ -295,7 +301,7 @@ def _fetch(
         of_keys = head * (2 * BLOCK_SIZE)
         of_values = of_keys + BLOCK_SIZE
         rows = _box_rows(own_table, begin, written, block_rows, BLOCK_SIZE, BOX, BOXES)
-        for i in range(gl.cdiv(end - begin, TILE)):  # none of an item without tokens
+        for i in range(_num_tiles(begin, end, TILE)):
             first = begin + i * TILE
             # A tile ahead, so that loading keys never waits for the table.
             next_rows = _box_rows(
@@ -368,39 +374,35 @@ def _copy_queries(
     if PDL:
         tl.extra.cuda.gdc_wait()
     turn = gl.to_tensor(0)
-    num_copied = gl.to_tensor(0)
     is_there = turn == 0
     while is_there:
         number = _told(claims, turn)
-        turn += 1
         unit = _read_unit(items, number, num_items, NUM_KV_HEADS, HEADS)
         is_there, head, token, _row, begin, end, position, count, _written = unit
-        # Of an item without tokens, as captured steps have them, nobody else hears.
-        if (count > 0) | (number >= num_items * NUM_KV_HEADS):
-            buffer = num_copied % _BUFFERS
-            mbarrier.wait(queries_free.index(buffer), (num_copied // _BUFFERS + 1) & 1)
-            num_rows = gl.where(is_there, count * GROUP, 0)
-            for i in range(gl.where(is_there, COPIES, 0)):
-                row = i * _FEW + own
-                place = (token + row // GROUP).to(gl.int64) * query_stride
-                place += (head * GROUP + row % GROUP) * HEAD_DIM
-                inside = (row < num_rows)[:, None] & (column < _COLUMNS)[None, :]
-                for part in gl.static_range(PARTS):
-                    way = 2 * buffer + i // (COPIES // 2)
-                    target = boxes.index((way * PARTS + part) * (COPIES // 2) + i % (COPIES // 2))
-                    source = query + place[:, None] + (part * _COLUMNS + column)[None, :]
-                    _copy(target, source, mask=inside)
-            async_copy.mbarrier_arrive(queries_ready.index(buffer), increment_count=False)
-            _put(fields, buffer, 0, is_there.to(gl.int32))
-            _put(fields, buffer, 1, head)
-            _put(fields, buffer, 2, token)
-            _put(fields, buffer, 3, begin)
-            _put(fields, buffer, 4, end)
-            _put(fields, buffer, 5, position)
-            _put(fields, buffer, 6, count)
-            _barrier()
-            mbarrier.arrive(queries_ready.index(buffer), count=1)
-            num_copied += 1
+        buffer = turn % _BUFFERS
+        mbarrier.wait(queries_free.index(buffer), (turn // _BUFFERS + 1) & 1)
+        num_rows = gl.where(is_there, count * GROUP, 0)
+        for i in range(gl.where(is_there, COPIES, 0)):
+            row = i * _FEW + own
+            place = (token + row // GROUP).to(gl.int64) * query_stride
+            place += (head * GROUP + row % GROUP) * HEAD_DIM
+            inside = (row < num_rows)[:, None] & (column < _COLUMNS)[None, :]
+            for part in gl.static_range(PARTS):
+                way = 2 * buffer + i // (COPIES // 2)
+                target = boxes.index((way * PARTS + part) * (COPIES // 2) + i % (COPIES // 2))
+                source = query + place[:, None] + (part * _COLUMNS + column)[None, :]
+                _copy(target, source, mask=inside)
+        async_copy.mbarrier_arrive(queries_ready.index(buffer), increment_count=False)
+        _put(fields, buffer, 0, is_there.to(gl.int32))
+        _put(fields, buffer, 1, head)
+        _put(fields, buffer, 2, token)
+        _put(fields, buffer, 3, begin)
+        _put(fields, buffer, 4, end)
+        _put(fields, buffer, 5, position)
+        _put(fields, buffer, 6, count)
+        _barrier()
+        mbarrier.arrive(queries_ready.index(buffer), count=1)
+        turn += 1
 
 
 @gluon.jit
@@ -565,18 +567,19 @@ def _attend(
     own = way * _OWN_ROWS + gl.arange(0, _OWN_ROWS, layout=BY_ROW)
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    unit = _next_unit(fields, queries_ready, turn)
-    is_there, head, token, begin, end, position, count = unit
-    mbarrier.wait(keys_ready.index(0), 0, pred=is_there)
+    # A program has a first unit.
+    _there, head, token, begin, end, position, count = _next_unit(fields, queries_ready, turn)
+    is_there = turn == 0
+    mbarrier.wait(keys_ready.index(0), 0)
     keys = key_tiles.index(0).permute((1, 0))
     scores = warpgroup_mma(query_tiles.index(way), keys, none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     _barrier()
-    mbarrier.arrive(keys_free.index(0), count=1, pred=is_there)
+    mbarrier.arrive(keys_free.index(0), count=1)
     while is_there:
         buffer = turn % _BUFFERS
         queries = query_tiles.index(2 * buffer + way)
-        num_tiles = gl.cdiv(end - begin, TILE)
+        num_tiles = _num_tiles(begin, end, TILE)
         positions = position + own // GROUP
         last = positions
         seen_by_all = position + 1
