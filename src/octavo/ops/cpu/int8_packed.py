@@ -2,10 +2,10 @@
 products of AVX-512 (VNNI).
 
 One call multiplies, scales, adds the bias, applies the gate and writes results in the inputs'
-dtype, where oneDNN's product leaves float32 sums to another pass. A single thread rounds the tokens
-in the same call, for several another one does. Measured
-on one core of a Xeon with matrix units, weights from memory, this takes 0.65 to 0.9 of the time of
-oneDNN's int8 with such a pass (int8.py) for 1 to 1,024 tokens, with the same bits.
+dtype, where oneDNN's product leaves float32 sums to another pass. Where it runs on one thread, it
+rounds the tokens, too; for several threads another call does. Measured on one core of a Xeon with
+matrix units, weights from memory, with a call of its own for rounding, this takes 0.65 to 0.9 of
+the time of oneDNN's int8 with such a pass (int8.py) for 1 to 1,024 tokens, with the same bits.
 
 There few tokens wait for the weights, which come as fast as the core reads memory. With 64 tokens a
 KB of them takes 1.5 times as long: the rest, arithmetic and inputs that come from the L2 cache,
