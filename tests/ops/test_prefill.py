@@ -124,10 +124,12 @@ def run_on_hopper(
     sinks: Tensor | None = None,
     num_padded: int = 0,
     is_causal: bool = True,
+    gap: int = 0,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sequence's results and what is expected of them, without sinks.
 
-    sequences: cached and new tokens. num_padded: items without tokens.
+    sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
+    tokens of the fused projection.
     """
     block_size, kv_heads, group, dim, window, tile = case
     cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
@@ -135,8 +137,8 @@ def run_on_hopper(
     contexts = (cached + lens).tolist()
     seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
     paged = make_paged(contexts, max(contexts) + 70, block_size, kv_heads, dim, dtype, device)
-    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2), dim).to(dtype).to(device)
-    query = fused[:, : kv_heads * group]
+    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2) * dim + gap).to(dtype).to(device)
+    query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
     alignment = tile_alignment(tile, block_size)
     rows = attention_prefill_hopper.ROWS
     items = prefill_items(seqs, window, tile, alignment, rows // group, is_causal)
@@ -179,6 +181,12 @@ def test_prefills_on_hopper(hopper: torch.device) -> None:
             assert attention_prefill_hopper.takes(dtype, dim, group, block_size)
             for got, expected in run_on_hopper(case, dtype, hopper, sequences):
                 assert distance(got, expected) < BOUND[dtype]
+
+
+def test_tokens_that_are_not_aligned_on_hopper(hopper: torch.device) -> None:
+    case = (16, 1, 2, 64, None, 64)
+    for got, expected in run_on_hopper(case, torch.bfloat16, hopper, [(0, 9)], gap=3):
+        assert distance(got, expected) < BOUND[torch.bfloat16]
 
 
 def test_an_encoder_s_keys_on_hopper(hopper: torch.device) -> None:

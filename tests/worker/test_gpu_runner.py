@@ -399,8 +399,10 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
 
     monkeypatch.setattr(sampler, "edit_logits", edit)
     runner = CudaExecutor(overlapped.config, model_config).runner
-    prompts, draws = largest_steps(overlapped.config, model_config, [8])
-    for plan in (prompts, draws):
+    short, prompts, draws = largest_steps(overlapped.config, model_config, [8])
+    assert len(short.seq_ids) == 1
+    assert 1 < short.num_tokens < prompts.num_tokens
+    for plan in (short, prompts, draws):
         result = runner.submit(plan).result()
         assert len(result.token_ids) == len(plan.sampled)
     scheduler = overlapped.config.scheduler

@@ -50,6 +50,7 @@ _LEAST_BOX = 8  # keys: rows of shared memory that are swizzled together
 _FEW = tl.constexpr(16)  # rows of queries or values that a single warp has at once
 _SLOTS = tl.constexpr(4)  # units that are told before they are begun: two at most
 _BUFFERS = tl.constexpr(2)  # of queries
+_ALIGNED = 16  # elements and bytes
 _MOST_HEADS = 8  # KV heads whose items are computed at the same time
 _MOST_DIM = 128  # elements of a head
 _ROOM = 256  # keys, and as many values, that find room in shared memory
@@ -108,6 +109,9 @@ def attend_on_hopper(
     num_items = len(items) // ITEM_FIELDS
     if not num_items:
         return
+    if query.stride(0) % _ALIGNED or query.data_ptr() % _ALIGNED:  # 16 bytes are copied at once
+        query = query.contiguous()
+    # Each program has a first unit.
     prefill_hopper_kernel[(min(num_sms(query.device), num_items * num_kv_heads),)](
         query,
         swizzled_descriptor(rows, box, _SWIZZLE),
@@ -342,8 +346,8 @@ def _fetch(
         _tell(claims, turn + 2, next_number)
         turn += 1
         is_there, head, _token, row, begin, end, _position, _count, written = unit
-    # The last program has the counters ready for the next launch.
-    if gl.atomic_add(progress, 1, sem="relaxed", scope="gpu") == num_programs - 1:
+    # The last program has the counters ready for the next launch, when all have claimed.
+    if gl.atomic_add(progress, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
         gl.store(progress, 0)
         gl.store(progress + 1, 0)
 

@@ -26,6 +26,7 @@ _SLACK_BYTES = 128 << 20
 # A captured graph of some 300 kernels on the device, beside the memory that all graphs share.
 _GRAPH_BYTES = 4 << 20
 _SWAP_SHARE = 0.5  # of the host's free memory, at most, is pinned
+_SHORT = 16  # tokens of a prompt
 
 
 def free_memory(cache: CacheConfig, device: torch.device) -> int:
@@ -105,8 +106,9 @@ def _measure(
 def largest_steps(
     config: EngineConfig, model_config: ModelConfig, block_sizes: Sequence[int]
 ) -> list[StepPlan]:
-    """A step of prompts alone, and one that draws for as many sequences as may run; before them,
-    in a model with an encoder, one that runs it for as many tokens as it may.
+    """A step of prompts alone, and one that draws for as many sequences as may run; before them, a
+    short prompt, whose kernels are perhaps not those of long ones, and are compiled with it; before
+    all, in a model with an encoder, one that runs it for as many tokens as it may.
 
     All their table entries name block 1: what they compute has no meaning.
     """
@@ -146,7 +148,8 @@ def largest_steps(
         inputs = [min(longest, budget - 1 - start) for start in range(0, budget - 1, longest)]
         inputs = inputs[: scheduler.max_num_seqs]
         steps = [plan(0, [1] * len(inputs), inputs, [], encodes=True)]
-    for sizes in (lengths, [1] * scheduler.max_num_seqs):
+    short = [min(_SHORT, lengths[0])]
+    for sizes in (short, lengths, [1] * scheduler.max_num_seqs):
         inputs = [0 if encoder is None else 1] * len(sizes)
         steps.append(plan(len(steps), sizes, inputs, steps[-1].seq_ids if steps else []))
     return steps
