@@ -28,7 +28,8 @@ from torch.nn.attention.varlen import varlen_attn
 from octavo.core.step import StepPlan
 from octavo.ops import KVScales, ScoreFunction
 from octavo.ops.cuda.attention_prefill import (
-    hopper_prefill_config,
+    HopperPrefillConfig,
+    PrefillConfig,
     prefill_attention,
     prefill_config,
 )
@@ -93,9 +94,10 @@ def measure_prefill() -> dict[str, Table]:
 
 def paged_prefill(work: Work, is_for_hopper: bool = True) -> Callable[[int], None]:
     group_size, query = work.heads // work.kv_heads, work.heads_of_tokens[0]
+    config: PrefillConfig | HopperPrefillConfig
     config = prefill_config(torch.bfloat16, HEAD_DIM, group_size)
     if is_for_hopper and torch.cuda.get_device_capability()[0] == 9:
-        config = hopper_prefill_config(work.batch.context_lens.tolist(), None)
+        config = HopperPrefillConfig.of(work.batch.context_lens.tolist(), None)
     starts = work.batch.query_starts.numpy()[:-1]
     rows, lens = work.batch.rows, work.batch.query_lens
     assert rows is not None

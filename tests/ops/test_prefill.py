@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor
 from octavo.ops import ScoreFunction
 from octavo.ops.cuda import attention_prefill, attention_prefill_hopper
 from octavo.ops.cuda.attention_prefill import (
+    HopperPrefillConfig,
     PrefillConfig,
-    hopper_prefill_config,
     prefill_attention,
     prefill_config,
 )
@@ -38,7 +39,6 @@ CASES = {
         (48, 2, 7, 96, 33),
     ],
 }
-# cached, new
 # The same, with tiles of so many keys
 HOPPER_CASES = {
     "cpu": [(16, 2, 3, 64, None, 64), (8, 1, 4, 64, 100, 64), (64, 2, 1, 64, None, 128)],
@@ -55,8 +55,61 @@ HOPPER_CASES = {
         for tile in (64, 128)
     ],
 }
+# cached, new
 SEQUENCES = {"cpu": [(0, 18), (21, 9)], "cuda": [(0, 1), (0, 700), (500, 513), (33, 2), (1000, 64)]}
 DTYPES = {"cpu": [torch.float32], "cuda": list(BOUND)}
+
+
+def run(
+    case: tuple[int, int, int, int, int | None],
+    config: PrefillConfig | HopperPrefillConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequences: list[tuple[int, int]],
+    sinks: Tensor | None = None,
+    num_padded: int = 0,
+    is_causal: bool = True,
+    gap: int = 0,
+) -> list[tuple[Tensor, Tensor]]:
+    """Each sequence's results and what is expected of them, without sinks.
+
+    sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
+    tokens of the fused projection.
+    """
+    block_size, kv_heads, group, dim, window = case
+    cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
+    starts = (lens.cumsum() - lens).astype(np.int32)
+    contexts = (cached + lens).tolist()
+    seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
+    paged = make_paged(contexts, max(contexts) + 70, block_size, kv_heads, dim, dtype, device)
+    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2) * dim + gap).to(dtype).to(device)
+    query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
+    tile, alignment = config.tile, tile_alignment(config.tile, block_size)
+    items = prefill_items(seqs, window, tile, alignment, config.rows // group, is_causal)
+    items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
+    output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
+    weights = None if sinks is None else SimpleNamespace(weight=sinks)
+    scores = KernelScores.of(ScoreFunction(dim**-0.5, sinks=weights), device)
+    staged = torch.from_numpy(items.reshape(-1)).to(device)
+    # A second launch finds its counters as the first one did.
+    for _ in range(2 if isinstance(config, HopperPrefillConfig) else 1):
+        prefill_attention(
+            query, paged.layer_cache, paged.table, staged, output, scores, window, config, is_causal
+        )
+    results = []
+    for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
+        keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
+        part = slice(start, start + count)
+        first = int(cached[seq]) if is_causal else contexts[seq]  # behind the end, all is seen
+        results.append((output[part], attend(query[part], keys, values, first, window)))
+    return results
+
+
+def run_on_hopper(
+    case: tuple[int, int, int, int, int | None, int], *args: Any, **options: Any
+) -> Any:
+    """`run`, with tiles of as many keys as the case's last number says."""
+    return run(case[:5], HopperPrefillConfig(case[5]), *args, **options)
 
 
 @pytest.mark.parametrize("most_items", [None, 2])
@@ -66,37 +119,13 @@ def test_prefills(
     """All at once, or a few in each launch."""
     if most_items is not None:
         monkeypatch.setattr(attention_prefill, "_MAX_ITEMS", most_items)
-    cached, lens = (np.array(x, np.int32) for x in zip(*SEQUENCES[device.type], strict=True))
-    starts = (lens.cumsum() - lens).astype(np.int32)
-    seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
-    for block_size, kv_heads, group, dim, window in CASES[device.type]:
+    for case in CASES[device.type]:
         for dtype in DTYPES[device.type]:
             config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
             if device.type == "cuda":
-                config = prefill_config(dtype, dim, group)
-            contexts = (cached + lens).tolist()
-            capacity = max(contexts) + 70
-            paged = make_paged(contexts, capacity, block_size, kv_heads, dim, dtype, device)
-            fused = torch.randn(int(lens.sum()), kv_heads * (group + 2), dim).to(dtype).to(device)
-            query = fused[:, : kv_heads * group]
-            alignment = tile_alignment(config.tile, block_size)
-            items = prefill_items(seqs, window, config.tile, alignment, config.rows // group)
-            output = query.new_empty(len(query), kv_heads * group * dim)
-            prefill_attention(
-                query,
-                paged.layer_cache,
-                paged.table,
-                torch.from_numpy(items.reshape(-1)).to(device),
-                output,
-                KernelScores.of(ScoreFunction(dim**-0.5), device),
-                window,
-                config,
-            )
-            for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
-                keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
-                part = slice(start, start + count)
-                expected = attend(query[part], keys, values, int(cached[seq]), window)
-                assert distance(output[part], expected) < BOUND[dtype]
+                config = prefill_config(dtype, case[3], case[2])
+            for got, expected in run(case, config, dtype, device, SEQUENCES[device.type]):
+                assert distance(got, expected) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, MUCH_SHARED_MEMORY])
@@ -114,51 +143,6 @@ def test_heads_of_256_take_less_where_shared_memory_is_scarce(group: int) -> Non
         prefill_config(torch.bfloat16, 256, group, size) for size in (MUCH_SHARED_MEMORY, 99 << 10)
     )
     assert little.rows * little.tile < much.rows * much.tile
-
-
-def run_on_hopper(
-    case: tuple[int, int, int, int, int | None, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    sequences: list[tuple[int, int]],
-    sinks: Tensor | None = None,
-    num_padded: int = 0,
-    is_causal: bool = True,
-    gap: int = 0,
-) -> list[tuple[Tensor, Tensor]]:
-    """Each sequence's results and what is expected of them, without sinks.
-
-    sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
-    tokens of the fused projection.
-    """
-    block_size, kv_heads, group, dim, window, tile = case
-    cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
-    starts = (lens.cumsum() - lens).astype(np.int32)
-    contexts = (cached + lens).tolist()
-    seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
-    paged = make_paged(contexts, max(contexts) + 70, block_size, kv_heads, dim, dtype, device)
-    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2) * dim + gap).to(dtype).to(device)
-    query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
-    alignment = tile_alignment(tile, block_size)
-    rows = attention_prefill_hopper.ROWS
-    items = prefill_items(seqs, window, tile, alignment, rows // group, is_causal)
-    items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
-    output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
-    weights = None if sinks is None else SimpleNamespace(weight=sinks)
-    scores = KernelScores.of(ScoreFunction(dim**-0.5, sinks=weights), device)
-    config = PrefillConfig(rows, tile, 4, 0, is_for_hopper=True)
-    staged = torch.from_numpy(items.reshape(-1)).to(device)
-    for _ in range(2):  # the second launch finds its counters as the first one did
-        prefill_attention(
-            query, paged.layer_cache, paged.table, staged, output, scores, window, config, is_causal
-        )
-    results = []
-    for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
-        keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
-        part = slice(start, start + count)
-        first = int(cached[seq]) if is_causal else contexts[seq]  # behind the end, all is seen
-        results.append((output[part], attend(query[part], keys, values, first, window)))
-    return results
 
 
 @pytest.fixture
@@ -238,9 +222,9 @@ def test_what_is_for_hopper() -> None:
 
 
 def test_long_sequences_have_larger_tiles() -> None:
-    assert hopper_prefill_config([500] * 100, None).tile == 64
-    assert hopper_prefill_config([8000], None).tile == 128
-    assert hopper_prefill_config([100] * 100 + [30_000], None).tile == 128, (
+    assert HopperPrefillConfig.of([500] * 100, None).tile == 64
+    assert HopperPrefillConfig.of([8000], None).tile == 128
+    assert HopperPrefillConfig.of([100] * 100 + [30_000], None).tile == 128, (
         "as most of the work has"
     )
-    assert hopper_prefill_config([30_000], 512).tile == 64
+    assert HopperPrefillConfig.of([30_000], 512).tile == 64

@@ -43,8 +43,8 @@ from octavo.ops.cuda.attention_decode import (
     decode_config,
 )
 from octavo.ops.cuda.attention_prefill import (
+    HopperPrefillConfig,
     PrefillConfig,
-    hopper_prefill_config,
     prefill_attention,
     prefill_config,
 )
@@ -62,7 +62,7 @@ from octavo.ops.cuda.attention_work_items import (
     prefill_items,
 )
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
-from octavo.ops.cuda.linear import _is_hopper
+from octavo.ops.cuda.linear import _is_on_hopper
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
 from octavo.ops.cuda.tile_sizes import shared_memory
@@ -163,7 +163,7 @@ class TritonBackend:
         self._tables: list[Tensor] = []
         self._cascades: dict[_Shape, _CascadeLaunch] = {}
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
-        self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig]] = {}
+        self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig | HopperPrefillConfig]] = {}
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -312,15 +312,17 @@ class TritonBackend:
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = staged, config
 
-    def _prefill_config(self, shape: _Shape, contexts: Int32s, is_captured: bool) -> PrefillConfig:
+    def _prefill_config(
+        self, shape: _Shape, contexts: Int32s, is_captured: bool
+    ) -> PrefillConfig | HopperPrefillConfig:
         """Captured steps, which are small, have one configuration for all contexts."""
         if shape in self._hopper_shapes and not is_captured:
-            return hopper_prefill_config(contexts.tolist(), shape.window)
+            return HopperPrefillConfig.of(contexts.tolist(), shape.window)
         return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
         """Whether attention_prefill_hopper.py computes the prompts of layers of this shape."""
-        if device.type != "cuda" or not _is_hopper(device) or self._is_fp8:
+        if not _is_on_hopper(device) or self._is_fp8:
             return False
         layers = [layer for layer in self._layers.values() if layer.shape == shape]
         are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)

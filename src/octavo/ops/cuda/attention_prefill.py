@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 import triton
@@ -62,7 +63,23 @@ class PrefillConfig:
     tile: int
     num_warps: int
     num_stages: int
-    is_for_hopper: bool = False  # attention_prefill_hopper.py has a number of warps of its own
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPrefillConfig:
+    """Rows and keys per tile of attention_prefill_hopper.py."""
+
+    tile: int
+    rows: ClassVar[int] = attention_prefill_hopper.ROWS
+
+    @classmethod
+    def of(cls, contexts: Sequence[int], window: int | None) -> HopperPrefillConfig:
+        """contexts: how many keys each sequence has."""
+        # On average half of an item's last tile is in vain, which with few keys is much. Most of
+        # the work is that of the longest sequences.
+        lens = [min(each, window or each) for each in contexts]
+        is_long = sum(each * each for each in lens) > _LONG * sum(lens)
+        return cls(128 if is_long else 64)
 
 
 @cache
@@ -83,16 +100,6 @@ def prefill_config(
     if group == 1 or group > 64:
         return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3)
     return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
-
-
-def hopper_prefill_config(contexts: Sequence[int], window: int | None) -> PrefillConfig:
-    """What attention_prefill_hopper.py has for sequences of so many keys."""
-    # On average half of an item's last tile is in vain, which with few keys is much. Most of the
-    # work is that of the longest sequences.
-    lens = [min(each, window or each) for each in contexts]
-    is_long = sum(each * each for each in lens) > _LONG * sum(lens)
-    rows, tile = attention_prefill_hopper.ROWS, 128 if is_long else 64
-    return PrefillConfig(rows, tile, num_warps=4, num_stages=0, is_for_hopper=True)
 
 
 @triton.jit
@@ -282,7 +289,7 @@ def prefill_attention(
     output: Tensor,
     scores: KernelScores,
     window: int | None,
-    config: PrefillConfig,
+    config: PrefillConfig | HopperPrefillConfig,
     is_causal: bool = True,
     kv_scales: KVScales | None = None,
 ) -> None:
@@ -300,7 +307,7 @@ def prefill_attention(
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
         kv_scales: if the cache is e4m3.
     """
-    if config.is_for_hopper:
+    if isinstance(config, HopperPrefillConfig):
         assert scores.is_plain
         assert kv_scales is None
         attention_prefill_hopper.attend_on_hopper(

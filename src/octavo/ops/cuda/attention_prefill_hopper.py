@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.claims import claimed, make_claims, next_number, tell
 from octavo.ops.cuda.experts_hopper import _copy
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import reinterpreted
@@ -144,9 +145,9 @@ def attend_on_hopper(
 
 @gluon.jit
 def _read_unit(items, number, num_items, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr):
-    """Of a unit: whether there is one of this number, its KV head, and the fields of its item: the
-    first token, the table row, the first key, where the keys end, the first token's position, how
-    many tokens there are, and where the sequence's keys end."""
+    """Whether there is a unit of this number, its KV head, and the fields of its item: the first
+    token, the table row, the first key, the end of the keys, the first token's position, the number
+    of tokens, and the end of the sequence's keys."""
     is_there = number < num_items * NUM_KV_HEADS
     some_heads = number // (HEADS * num_items)
     within = number % (HEADS * num_items)
@@ -167,43 +168,24 @@ def _read_unit(items, number, num_items, NUM_KV_HEADS: gl.constexpr, HEADS: gl.c
 
 @gluon.jit
 def _num_tiles(begin, end, TILE: gl.constexpr):
-    """Of a unit. An item without tokens has a tile, too."""
+    """The number of a unit's tiles. An item without tokens has one, too."""
     return gl.maximum(gl.cdiv(end - begin, TILE), 1)
 
 
 @gluon.jit
-def _claim(counter):
-    """The next number of a counter in the first lane, and 0 in the others; nothing waits for it
-    before it is used."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    first = lanes == 0
-    none = gl.zeros_like(lanes)
-    before = gl.atomic_add(counter + none, none + 1, mask=first, sem="relaxed", scope="gpu")
-    return gl.where(first, before, 0)
+def _tell(claims, taken, turn, number):
+    """Tell the partition that loads queries the unit of a turn, by a single warp, once it has taken
+    the number that was in the same slot."""
+    mbarrier.wait(taken.index(turn % _SLOTS), (turn // _SLOTS + 1) & 1)
+    tell(claims, turn, number)
 
 
 @gluon.jit
-def _tell(claims, turn, number):
-    """Tell who loads queries the unit of a turn, by a single warp."""
-    numbers, told, taken = claims
-    slot = turn % _SLOTS
-    mbarrier.wait(taken.index(slot), (turn // _SLOTS + 1) & 1)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(slot).store(gl.zeros([1], gl.int32, ONE) + number)
+def _take(claims, taken, turn):
+    """Wait for the unit of a turn, and free its slot."""
+    number = claimed(claims, turn)
     _barrier()
-    mbarrier.arrive(told.index(slot), count=1)
-
-
-@gluon.jit
-def _told(claims, turn):
-    """The unit of a turn, once it is told."""
-    numbers, told, taken = claims
-    slot = turn % _SLOTS
-    mbarrier.wait(told.index(slot), (turn // _SLOTS) & 1)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    number = gl.max(numbers.index(slot).load(ONE), 0)
-    _barrier()
-    mbarrier.arrive(taken.index(slot), count=1)
+    mbarrier.arrive(taken.index(turn % _SLOTS), count=1)
     return number
 
 
@@ -269,6 +251,7 @@ def _fetch(
     boxes,
     barriers,
     claims,
+    taken,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -292,15 +275,15 @@ def _fetch(
     num_cleared = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    # Whose first unit is the longest has the shortest of the second ones.
-    next_number = 2 * num_programs - 1 - number
-    _tell(claims, turn, number)
-    _tell(claims, turn + 1, next_number)
+    # The program whose first unit is the longest has the shortest second one.
+    following = 2 * num_programs - 1 - number
+    _tell(claims, taken, turn, number)
+    _tell(claims, taken, turn + 1, following)
     unit = _read_unit(items, number, num_items, NUM_KV_HEADS, HEADS)
     is_there, head, _token, row, begin, end, _position, _count, written = unit
     while is_there:
-        claim = _claim(progress + 1)
-        unit = _read_unit(items, next_number, num_items, NUM_KV_HEADS, HEADS)
+        claimed_next = next_number(progress + 1)
+        unit = _read_unit(items, following, num_items, NUM_KV_HEADS, HEADS)
         own_table = table + row.to(gl.int64) * table_stride
         of_keys = head * (2 * BLOCK_SIZE)
         of_values = of_keys + BLOCK_SIZE
@@ -342,8 +325,8 @@ def _fetch(
                 mbarrier.arrive(values_ready.index(stage), count=1)
             rows = next_rows
             step += 1
-        next_number = 2 * num_programs + gl.sum(claim, 0)
-        _tell(claims, turn + 2, next_number)
+        following = 2 * num_programs + gl.sum(claimed_next, 0)
+        _tell(claims, taken, turn + 2, following)
         turn += 1
         is_there, head, _token, row, begin, end, _position, _count, written = unit
     # The last program has the counters ready for the next launch, when all have claimed.
@@ -363,6 +346,7 @@ def _copy_queries(
     queries_ready,
     queries_free,
     claims,
+    taken,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -380,7 +364,7 @@ def _copy_queries(
     turn = gl.to_tensor(0)
     is_there = turn == 0
     while is_there:
-        number = _told(claims, turn)
+        number = _take(claims, taken, turn)
         unit = _read_unit(items, number, num_items, NUM_KV_HEADS, HEADS)
         is_there, head, token, _row, begin, end, position, count, _written = unit
         buffer = turn % _BUFFERS
@@ -538,21 +522,15 @@ def _no_scores(TILE: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    output,
-    sinks,
-    query_tiles,
-    fields,
-    tiles,
-    query_barriers,
-    barriers,
-    scale,
+    shared,
     way: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """A partition that computes."""
+    """A partition that computes; `shared` is what both have."""
+    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale = shared
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     queries_ready, queries_free = query_barriers
@@ -707,7 +685,6 @@ def prefill_hopper_kernel(
     few_queries = gl.allocate_shared_memory(cache.dtype, [FEW_QUERIES, _FEW, _COLUMNS], WHOLE)
     query_tiles = reinterpreted(few_queries, [QUERIES, _OWN_ROWS, HEAD_DIM], WHOLE)
     fields = gl.allocate_shared_memory(gl.int32, [_BUFFERS * _FIELDS, 1], FLAT)
-    numbers = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], FLAT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -715,7 +692,6 @@ def prefill_hopper_kernel(
     last_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     queries_ready = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
     queries_free = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(keys_ready.index(stage), count=1)
@@ -726,8 +702,8 @@ def prefill_hopper_kernel(
     for buffer in gl.static_range(_BUFFERS):
         mbarrier.init(queries_ready.index(buffer), count=32 + 1)
         mbarrier.init(queries_free.index(buffer), count=2)
+    claims = make_claims(_SLOTS)
     for slot in gl.static_range(_SLOTS):
-        mbarrier.init(told.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=1)
     fence_async_shared()
     if PDL:
@@ -735,45 +711,11 @@ def prefill_hopper_kernel(
     tiles = (key_tiles, value_tiles)
     query_barriers = (queries_ready, queries_free)
     barriers = (keys_ready, keys_free, values_ready, values_free, last_ready)
-    claims = (numbers, told, taken)
+    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    output,
-                    sinks,
-                    query_tiles,
-                    fields,
-                    tiles,
-                    query_barriers,
-                    barriers,
-                    scale,
-                    0,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    WINDOW,
-                    CAUSAL,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    output,
-                    sinks,
-                    query_tiles,
-                    fields,
-                    tiles,
-                    query_barriers,
-                    barriers,
-                    scale,
-                    1,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    WINDOW,
-                    CAUSAL,
-                ),
-            ),
+            (_attend, (shared, 0, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
+            (_attend, (shared, 1, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
             (
                 _fetch,
                 (
@@ -787,6 +729,7 @@ def prefill_hopper_kernel(
                     (key_boxes, value_boxes, few_values),
                     barriers,
                     claims,
+                    taken,
                     NUM_KV_HEADS,
                     HEAD_DIM,
                     BLOCK_SIZE,
@@ -807,6 +750,7 @@ def prefill_hopper_kernel(
                     queries_ready,
                     queries_free,
                     claims,
+                    taken,
                     NUM_KV_HEADS,
                     GROUP,
                     HEAD_DIM,

@@ -31,22 +31,34 @@ def make_claims(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def claim(claims, count, counter):
-    """A program's next tile, claimed by a single warp, and told to the other partitions as its
-    claim `count`."""
-    numbers, told = claims
-    SLOTS: gl.constexpr = numbers.shape[0]
-    # By one lane: what a scalar addition returns goes by shared memory.
+def next_number(counter):
+    """The next number of a counter in the first lane of a single warp, and 0 in the other lanes. A
+    scalar addition would return it through shared memory; this one is waited for where the result
+    is used."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     none = gl.zeros_like(lanes)
     first = lanes == 0
     before = gl.atomic_add(counter + none, none + 1, mask=first, sem="relaxed", scope="gpu")
-    tile = gl.num_programs(0) + gl.sum(gl.where(first, before, 0), 0)
-    slot = count % SLOTS
+    return gl.where(first, before, 0)
+
+
+@gluon.jit
+def tell(claims, count, tile):
+    """Tell the other partitions the tile of the program's claim `count`, by a single warp."""
+    numbers, told = claims
+    slot = count % numbers.shape[0]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(slot).store(gl.full([1], tile, gl.int32, ONE))
+    numbers.index(slot).store(gl.zeros([1], gl.int32, ONE) + tile)
     _barrier()
     mbarrier.arrive(told.index(slot), count=1)
+
+
+@gluon.jit
+def claim(claims, count, counter):
+    """A program's next tile, claimed by a single warp, and told to the other partitions as its
+    claim `count`."""
+    tile = gl.num_programs(0) + gl.sum(next_number(counter), 0)
+    tell(claims, count, tile)
     return tile
 
 

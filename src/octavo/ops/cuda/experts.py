@@ -59,7 +59,7 @@ from octavo.ops.cuda.experts_one_float8 import (
     takes_one,
 )
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
-from octavo.ops.cuda.linear import _is_hopper
+from octavo.ops.cuda.linear import _is_on_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
@@ -179,10 +179,6 @@ def empty_parts(x: Tensor, top_k: int, exact_tokens: int) -> Tensor:
     to `exact_tokens` tokens, and otherwise in x's dtype."""
     dtype = torch.float32 if len(x) <= exact_tokens else x.dtype
     return torch.empty((top_k, *x.shape), dtype=dtype, device=x.device)
-
-
-def _is_on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and _is_hopper(device)
 
 
 @cache

@@ -60,9 +60,9 @@ from octavo.ops.cuda.expert_tables import (
 )
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS, tokens_per_tile
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.experts import _is_on_hopper
 from octavo.ops.cuda.experts_hopper import _copy, _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
+from octavo.ops.cuda.linear import _is_on_hopper
 from octavo.ops.cuda.linear_hopper import (
     _activate_gated,
     _barrier,

@@ -179,19 +179,23 @@ def _is_fast(x: Tensor, weight: Tensor) -> bool:
     """Whether linear_hopper.py takes such operands: TMA needs rows aligned to 16 bytes."""
     return (
         x.dtype in _FAST_DTYPES
-        and x.device.type == "cuda"
+        and _is_on_hopper(x.device)
         and _is_dense(x, weight)
         and x.shape[1] % 64 == 0
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
-        and _is_hopper(x.device)
     )
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _is_on_hopper(device: torch.device) -> bool:
+    """As `_is_hopper`, of any device."""
+    return device.type == "cuda" and _is_hopper(device)
 
 
 @cache
