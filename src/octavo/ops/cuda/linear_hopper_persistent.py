@@ -93,26 +93,46 @@ def _locate(i, work):
 
 
 @gluon.jit
-def _fetch_weights(
-    weight, tiles, ready, i, work, sizes, GATED: gl.constexpr, IN_CHUNKS: gl.constexpr
+def _places(
+    i,
+    work,
+    sizes,
+    TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+    GATED: gl.constexpr,
+    IN_CHUNKS: gl.constexpr,
 ):
-    """Load W of the program's step i."""
+    """Where the program's step i loads from: its first token, where W's descriptor has its first
+    row and the first of the rows that are gated, and its block."""
     _, num_rows, token_tiles = sizes
     num_blocks = work[2]
+    tile, block = _locate(i, work)
+    token = tile % token_tiles * TOKENS
+    row = tile // token_tiles * ROWS
+    gated_row = row + num_rows if GATED else row
+    if IN_CHUNKS:
+        row = line_of(row, num_blocks)
+        gated_row = line_of(gated_row, num_blocks)
+    return token, row, gated_row, block
+
+
+@gluon.jit
+def _fetch_weights(
+    weight, tiles, ready, stage, places, num_blocks, GATED: gl.constexpr, IN_CHUNKS: gl.constexpr
+):
+    """Load W of a step."""
+    _, row, gated_row, block = places
     STAGES: gl.constexpr = ready.shape[0]
     PIECES: gl.constexpr = tiles.shape[0] // STAGES
     HALVES: gl.constexpr = 2 if GATED else 1
     ROWS: gl.constexpr = tiles.shape[1]
     WIDTH: gl.constexpr = tiles.shape[2]
-    stage = i % STAGES
-    tile, block = _locate(i, work)
-    row = tile // token_tiles * (PIECES // HALVES * ROWS)
-    column = block * WIDTH
     mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
     for half in gl.static_range(HALVES):
-        first = row + half * num_rows
+        first = gated_row if half > 0 else row
+        column = block * WIDTH
         if IN_CHUNKS:
-            first = line_of(first, num_blocks) + block * _CHUNK_ROWS
+            first = first + block * _CHUNK_ROWS
             column = 0
         for j in gl.static_range(PIECES // HALVES):
             below = j * ROWS
@@ -135,28 +155,37 @@ def _produce(
     IN_CHUNKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """The partition that loads, a single warp. Divisions would take it as long as the products of a
+    step take the others, so it divides once a tile alone."""
     x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free = buffers
     begin, end, num_blocks, num_whole, _ = work
-    token_tiles = sizes[2]
     X_STAGES: gl.constexpr = x_ready.shape[0]
     HALVES: gl.constexpr = x_tiles.shape[0] // X_STAGES
     UNITS: gl.constexpr = 2 // HALVES
     WIDE: gl.constexpr = x_tiles.shape[1]
     X_BYTES: gl.constexpr = x.block_type.nbytes + (x_rest.block_type.nbytes if REST else 0)
     STAGES: gl.constexpr = ready.shape[0]
+    TOKENS: gl.constexpr = WIDE + REST
+    ROWS: gl.constexpr = pieces.shape[0] // STAGES * pieces.shape[1] // (2 if GATED else 1)
     count = end - begin + num_whole * num_blocks
+    token, row, gated_row, block = _places(0, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
     for i in range(gl.minimum(count, STAGES)):
-        _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
+        places = (token, row, gated_row, block)
+        _fetch_weights(weight, pieces, ready, i, places, num_blocks, GATED, IN_CHUNKS)
+        block += 1
+        if block == num_blocks:
+            places = _places(i + 1, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
+            token, row, gated_row, block = places
     if PDL:
         tl.extra.cuda.gdc_wait()
+    token, row, gated_row, block = _places(0, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
     for i in range(count):
         if i >= STAGES:
             # Where a stage holds a whole block of x, one barrier frees it and the block of W.
             done = free if HALVES == 1 else x_free
             mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
-            _fetch_weights(weight, pieces, ready, i, work, sizes, GATED, IN_CHUNKS)
-        tile, block = _locate(i, work)
-        token = tile % token_tiles * (WIDE + REST)
+            places = (token, row, gated_row, block)
+            _fetch_weights(weight, pieces, ready, i % STAGES, places, num_blocks, GATED, IN_CHUNKS)
         column = block * (2 * _HALF)
         for unit in gl.static_range(UNITS):
             j = i * UNITS + unit
@@ -170,6 +199,10 @@ def _produce(
                 if REST:
                     place = [token + WIDE, column + (unit * HALVES + half) * _HALF]
                     _fetch_tile(x_rest, place, x_ready.index(stage), rest_tiles.index(target))
+        block += 1
+        if block == num_blocks:
+            places = _places(i + 1, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
+            token, row, gated_row, block = places
     if PDL:
         # All loads are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()

@@ -89,7 +89,7 @@ from octavo.ops.tuning import Answers, Question
 
 # With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
-MAX_PROGRAMS = 144  # of the persistent kernel: each needs 256 KB of the workspace
+MAX_PROGRAMS = 144  # of the persistent kernel: each needs 320 KB of the workspace
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 
 

@@ -30,7 +30,7 @@ from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.quantized import Rounding
 
 # Up to how many tokens a choice is for; more are computed otherwise.
-SIZES = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SIZES = (1, 8, 16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
@@ -50,21 +50,19 @@ _FEWEST_TOKENS = 8  # of a tile
 _FEWEST_BY_COPY, _MANY_BY_COPY = 192, 1024
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
-# Microseconds of a step of the persistent kernel with tiles of so many tokens and rows, and of
-# adding up parts of tiles that programs share: measured on an H200, 2026-11-23, with weights of 4
-# and of 8 bits. What they choose takes 1% longer than the fastest, on average of 25 products.
-_COSTS = {
-    (128, 128): (0.97, 6.0),
-    (128, 256): (1.7, 16.0),
-    (192, 128): (1.27, 8.0),
-    (256, 128): (1.4, 13.0),
-}
+# Microseconds of the persistent kernel with tiles of so many tokens: of a step, and of adding up
+# parts of tiles that programs share. Besides, of the launch, and how much longer a step of gates
+# takes, which are fetched in pieces. Measured on an H100, 2026-11-28, with weights of 4 bits. What
+# they choose takes 0.1% longer than the fastest, on average of 36 products.
+_COSTS = {128: (0.71, 7.8), 192: (1.11, 7.5), 256: (1.23, 12.2), 320: (1.65, 17.2)}
+_LAUNCH, _GATED = 3.0, 1.1
+_PERSISTENT_ROWS = 128  # of a tile: with 256, products take longer
 _SLOWED_TOKENS = 16_000  # beyond 256, with which the power limit would make steps twice as long
 _MOST_PERSISTENT = 4  # that are measured
 # Of products of bfloat16, on an H200: how many weights they multiply by inputs in a microsecond,
-# how many bytes they read, and microseconds of the launch. 37 products of 128 to 2,048 tokens take
-# 6% more or less, on average. The rule was compared with int4's tiles, in groups of 128, alone.
-_DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 365e6, 4.2e6, 2.5
+# how many bytes they read, and microseconds of the launch. 28 products of 192 to 2,048 tokens take
+# 5% more or less, on average.
+_DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 395e6, 4.2e6, 2.5
 _LEAST_REGISTERS = 40  # of a thread, beside sums
 
 
@@ -192,6 +190,9 @@ def _simple_candidates(product: Product) -> list[Tiles]:
         kinds.append((tokens, 64, 3, False))
     elif product.tokens <= 128:
         pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
+        num_rows = product.num_rows * (2 if product.is_gated else 1)
+        if product.tokens == 64 and num_rows <= 64 * _NUM_SMS:  # measured with 64 alone
+            pairs[:2] = pairs[1::-1]
         kinds = [(product.tokens, *pair, False) for pair in pairs]
     else:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
@@ -210,9 +211,9 @@ def _simple_candidates(product: Product) -> list[Tiles]:
 def _persistent_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_persistent.py's kernel."""
     found = [
-        persistent_tiles(product, *shape, is_shared=is_shared)
-        for shape in _COSTS
-        if shape[0] == 128 or product.tokens > 128
+        persistent_tiles(product, tokens, is_shared=is_shared)
+        for tokens in _COSTS
+        if tokens in (128, product.tokens) or (tokens < 320 and product.tokens > 128)
         for is_shared in (False, True)
     ]
     found.sort(key=lambda tiles: _expected(product, tiles))
@@ -221,10 +222,12 @@ def _persistent_candidates(product: Product) -> list[Tiles]:
 
 def _expected_of_copy(product: Product) -> float:
     """About how many microseconds a product with the dequantized copy takes: arithmetic and reading
-    overlap least when they take equally long."""
+    overlap least when they take equally long. Gates have a kernel of their own, which reads and
+    writes 16 bits of each."""
     weights = product.num_rows * product.size * (2 if product.is_gated else 1)
     computing, reading = weights * product.tokens / _DENSE_PRODUCTS, 2 * weights / _DENSE_BYTES
-    return math.hypot(computing, reading) + _DENSE_LAUNCH
+    gating = 6 * product.num_rows * product.tokens / _DENSE_BYTES if product.is_gated else 0
+    return math.hypot(computing, reading) + gating + _DENSE_LAUNCH
 
 
 def _expected(product: Product, tiles: Tiles) -> float:
@@ -234,25 +237,27 @@ def _expected(product: Product, tiles: Tiles) -> float:
     num_tiles *= triton.cdiv(product.tokens, tiles.tokens)
     num_blocks = triton.cdiv(product.size, BLOCK)
     division = Division.of(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
-    of_step, of_sharing = _COSTS[tiles.tokens, tiles.rows]
-    steps = division.num_steps(num_tiles, num_blocks)
+    of_step, of_sharing = _COSTS[tiles.tokens]
+    of_steps = division.num_steps(num_tiles, num_blocks) * of_step
+    if product.is_gated:
+        of_steps *= _GATED
     slowdown = 1 + max(0, product.tokens - 256) / _SLOWED_TOKENS
-    return slowdown * (steps * of_step + (of_sharing if division.num_shared else 0))
+    return slowdown * (of_steps + (of_sharing if division.num_shared else 0)) + _LAUNCH
 
 
-def persistent_tiles(product: Product, tokens: int, rows: int, is_shared: bool) -> Tiles:
+def persistent_tiles(product: Product, tokens: int, is_shared: bool) -> Tiles:
     """Of linear_hopper_persistent.py's kernel."""
-    num_bytes = row_bytes(product.format) * rows
+    num_bytes = row_bytes(product.format) * _PERSISTENT_ROWS
     half_bytes = BLOCK * tokens  # of 16 bits
-    halves = 1 if rows * tokens > 192 * 128 else 2  # there is no room for enough larger stages
+    halves = 1 if tokens > 192 else 2  # there is no room for enough larger stages
     if halves == 1:
-        stages = 4 if product.format == INT4 and rows > 128 else 3
+        stages = 3
         x_stages = (_PERSISTENT_MEMORY - stages * num_bytes) // half_bytes
     else:
         stages = x_stages = _PERSISTENT_MEMORY // (num_bytes + 2 * half_bytes)
     scales_weights = product.group > 0
     return Tiles(
-        *(tokens, rows, stages, 8),
+        *(tokens, _PERSISTENT_ROWS, stages, 8),
         scales_weights=scales_weights,
         x_stages=x_stages,
         halves=halves,
