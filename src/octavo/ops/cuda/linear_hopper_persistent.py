@@ -31,13 +31,12 @@ from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_WEIGHTS,
-    joined_tiles,
     line_of,
+    reinterpreted,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
+from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4, PIECE
 
 HALF = BLOCK // 2  # inputs that are converted at once
-PIECE = 8  # rows of gates that are fetched at once, and of what they gate
 
 _FLOAT8 = tl.constexpr(FLOAT8)
 _INT4 = tl.constexpr(INT4)
@@ -94,52 +93,52 @@ def _locate(i, work):
 
 @gluon.jit
 def _places(
-    i,
-    work,
-    sizes,
-    TOKENS: gl.constexpr,
-    ROWS: gl.constexpr,
-    GATED: gl.constexpr,
-    IN_CHUNKS: gl.constexpr,
+    i, work, token_tiles, TOKENS: gl.constexpr, ROWS: gl.constexpr, IN_CHUNKS: gl.constexpr
 ):
-    """Where the program's step i loads from: its first token, where W's descriptor has its first
-    row and the first of the rows that are gated, and its block."""
-    _, num_rows, token_tiles = sizes
-    num_blocks = work[2]
+    """Where the program's step i loads from: its first token, its first row of W, as they lie in
+    memory, and its block.
+
+    ROWS: of W in a tile; with a gate, of gates.
+    """
     tile, block = _locate(i, work)
-    token = tile % token_tiles * TOKENS
     row = tile // token_tiles * ROWS
-    gated_row = row + num_rows if GATED else row
     if IN_CHUNKS:
-        row = line_of(row, num_blocks)
-        gated_row = line_of(gated_row, num_blocks)
-    return token, row, gated_row, block
+        row = line_of(row, work[2])
+    return tile % token_tiles * TOKENS, row, block
 
 
 @gluon.jit
 def _fetch_weights(
-    weight, tiles, ready, stage, places, num_blocks, GATED: gl.constexpr, IN_CHUNKS: gl.constexpr
+    weight,
+    boxes,
+    ready,
+    stage,
+    row,
+    block,
+    num_blocks,
+    GATED: gl.constexpr,
+    IN_CHUNKS: gl.constexpr,
 ):
     """Load W of a step."""
-    _, row, gated_row, block = places
     STAGES: gl.constexpr = ready.shape[0]
-    PIECES: gl.constexpr = tiles.shape[0] // STAGES
-    HALVES: gl.constexpr = 2 if GATED else 1
-    ROWS: gl.constexpr = tiles.shape[1]
-    WIDTH: gl.constexpr = tiles.shape[2]
-    mbarrier.expect(ready.index(stage), PIECES * weight.block_type.nbytes)
-    for half in gl.static_range(HALVES):
-        first = gated_row if half > 0 else row
-        column = block * WIDTH
-        if IN_CHUNKS:
-            first = first + block * _CHUNK_ROWS
-            column = 0
-        for j in gl.static_range(PIECES // HALVES):
-            below = j * ROWS
+    BOXES: gl.constexpr = boxes.shape[0] // STAGES
+    WIDTH: gl.constexpr = boxes.shape[len(boxes.shape) - 1]
+    first = row
+    column = block * WIDTH
+    if IN_CHUNKS:
+        first = row + block * _CHUNK_ROWS
+        column = 0
+    bar = ready.index(stage)
+    mbarrier.expect(bar, BOXES * weight.block_type.nbytes)
+    if GATED:
+        _fetch_tile(weight, [first // _PIECE, 0, 0, column], bar, boxes.index(stage))
+    else:
+        for i in gl.static_range(BOXES):
+            below = i * boxes.shape[1]
             if IN_CHUNKS:
                 below = line_of(below, num_blocks)
-            place = tiles.index(stage * PIECES + HALVES * j + half)
-            _fetch_tile(weight, [first + below, column], ready.index(stage), place)
+            box = boxes.index(stage * BOXES + i)
+            _fetch_tile(weight, [first + below, column], bar, box)
 
 
 @gluon.jit
@@ -149,15 +148,16 @@ def _produce(
     weight,
     buffers,
     work,
-    sizes,
+    token_tiles,
     REST: gl.constexpr,
+    ROWS: gl.constexpr,
     GATED: gl.constexpr,
     IN_CHUNKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads, a single warp. Divisions would take it as long as the products of a
     step take the others, so it divides once a tile alone."""
-    x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free = buffers
+    x_tiles, rest_tiles, boxes, x_ready, x_free, ready, free = buffers
     begin, end, num_blocks, num_whole, _ = work
     X_STAGES: gl.constexpr = x_ready.shape[0]
     HALVES: gl.constexpr = x_tiles.shape[0] // X_STAGES
@@ -166,26 +166,24 @@ def _produce(
     X_BYTES: gl.constexpr = x.block_type.nbytes + (x_rest.block_type.nbytes if REST else 0)
     STAGES: gl.constexpr = ready.shape[0]
     TOKENS: gl.constexpr = WIDE + REST
-    ROWS: gl.constexpr = pieces.shape[0] // STAGES * pieces.shape[1] // (2 if GATED else 1)
     count = end - begin + num_whole * num_blocks
-    token, row, gated_row, block = _places(0, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
+    token, row, block = _places(0, work, token_tiles, TOKENS, ROWS, IN_CHUNKS)
     for i in range(gl.minimum(count, STAGES)):
-        places = (token, row, gated_row, block)
-        _fetch_weights(weight, pieces, ready, i, places, num_blocks, GATED, IN_CHUNKS)
+        _fetch_weights(weight, boxes, ready, i, row, block, num_blocks, GATED, IN_CHUNKS)
         block += 1
         if block == num_blocks:
-            places = _places(i + 1, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
-            token, row, gated_row, block = places
+            token, row, block = _places(i + 1, work, token_tiles, TOKENS, ROWS, IN_CHUNKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    token, row, gated_row, block = _places(0, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
+    token, row, block = _places(0, work, token_tiles, TOKENS, ROWS, IN_CHUNKS)
     for i in range(count):
         if i >= STAGES:
             # Where a stage holds a whole block of x, one barrier frees it and the block of W.
             done = free if HALVES == 1 else x_free
             mbarrier.wait(done.index(i % STAGES), (i // STAGES - 1) & 1)
-            places = (token, row, gated_row, block)
-            _fetch_weights(weight, pieces, ready, i % STAGES, places, num_blocks, GATED, IN_CHUNKS)
+            _fetch_weights(
+                weight, boxes, ready, i % STAGES, row, block, num_blocks, GATED, IN_CHUNKS
+            )
         column = block * (2 * _HALF)
         for unit in gl.static_range(UNITS):
             j = i * UNITS + unit
@@ -201,8 +199,7 @@ def _produce(
                     _fetch_tile(x_rest, place, x_ready.index(stage), rest_tiles.index(target))
         block += 1
         if block == num_blocks:
-            places = _places(i + 1, work, sizes, TOKENS, ROWS, GATED, IN_CHUNKS)
-            token, row, gated_row, block = places
+            token, row, block = _places(i + 1, work, token_tiles, TOKENS, ROWS, IN_CHUNKS)
     if PDL:
         # All loads are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
@@ -618,6 +615,7 @@ def persistent_linear_kernel(
     PARTS: gl.constexpr,
     UNPACK_LOW: gl.constexpr,
     UNPACK_HIGH: gl.constexpr,
+    TILE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -634,13 +632,15 @@ def persistent_linear_kernel(
         num_shared: tiles after them, which programs share.
         per_program: steps of them that a program computes.
         group_blocks: blocks that share scales; 1 if a block has several groups.
-        ROWS: of W in a tile, which is one block of the descriptor; with a gate PIECE gates, PIECE
-            rows that they gate, and so on.
+        weight: descriptor of W's rows, or of chunks of rows; with a gate of W as [pieces, 2, PIECE,
+            inputs], of which a block is a tile.
+        ROWS: of W in a tile; with a gate PIECE gates, PIECE rows that they gate, and so on.
+        TILE: the layout of a tile of W in shared memory.
         HALVES: of a block of x, in one of X_STAGES. With both, STAGES are as many.
         UNPACK_LOW, UNPACK_HIGH: `unpacking` of both words, for integers.
     """
-    PIECES: gl.constexpr = ROWS // weight.block_type.shape[0]
-    BOX: gl.constexpr = [STAGES * PIECES, weight.block_type.shape[0], weight.block_type.shape[1]]
+    WIDTH: gl.constexpr = weight.block_type.shape[len(weight.block_type.shape) - 1]
+    BOXES: gl.constexpr = 1 if GATED else ROWS // weight.block_type.shape[0]
     WIDE: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
@@ -655,8 +655,9 @@ def persistent_linear_kernel(
         UNPACK_LOW,
         UNPACK_HIGH,
     )
-    pieces = gl.allocate_shared_memory(weight.dtype, BOX, weight.layout)
-    tiles = joined_tiles(pieces, PIECES)
+    SHAPE: gl.constexpr = [STAGES * BOXES] + list(weight.block_type.shape)  # noqa: RUF005
+    boxes = gl.allocate_shared_memory(weight.dtype, SHAPE, weight.layout)
+    tiles = reinterpreted(boxes, [STAGES, ROWS, WIDTH], TILE)
     x_tiles = gl.allocate_shared_memory(x.dtype, [X_STAGES * HALVES, WIDE, _HALF], x.layout)
     rest_tiles = x_tiles
     if REST:
@@ -706,10 +707,11 @@ def persistent_linear_kernel(
                     x,
                     x_rest,
                     weight,
-                    (x_tiles, rest_tiles, pieces, x_ready, x_free, ready, free),
+                    (x_tiles, rest_tiles, boxes, x_ready, x_free, ready, free),
                     work,
-                    sizes,
+                    sizes[2],
                     REST,
+                    ROWS // 2 if GATED else ROWS,
                     GATED,
                     FORMAT == _INT4,
                     PDL,

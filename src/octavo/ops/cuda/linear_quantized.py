@@ -29,6 +29,7 @@ from torch import Tensor
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear import (
     PARTIAL_DTYPE,
+    _block_layout,
     _descriptor,
     _is_hopper,
     _workspace,
@@ -38,6 +39,7 @@ from octavo.ops.cuda.linear import (
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
+from octavo.ops.cuda.linear_hopper import swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_packed import (
     PackedTiles,
     linear_few_packed,
@@ -45,7 +47,6 @@ from octavo.ops.cuda.linear_hopper_packed import (
 )
 from octavo.ops.cuda.linear_hopper_persistent import (
     HALF,
-    PIECE,
     persistent_linear_kernel,
     unpacking,
 )
@@ -77,6 +78,7 @@ from octavo.ops.cuda.stored_weights import (
     CHUNK_ROWS,
     FLOAT8,
     INT4,
+    PIECE,
     StoredWeight,
     dequantize,
     dequantized,
@@ -177,7 +179,11 @@ def _launch_persistent(
     sums, arrivals = _workspace(x.device)
     bits = 4 if stored.format == INT4 else 8
     low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
-    fetched = PIECE if epilogue.is_gated else tiles.rows
+    width = stored.row_bytes // stored.weight.element_size()
+    if epilogue.is_gated:
+        weight = _gate_descriptor(stored, tiles.rows)
+    else:
+        weight = _weight_descriptor(stored, tiles.rows, epilogue)
     if division.num_shared:
         assert 2 * division.num_programs * tiles.rows * tiles.tokens <= sums.numel()
         assert division.num_shared <= len(arrivals)
@@ -186,7 +192,7 @@ def _launch_persistent(
     persistent_linear_kernel[(division.num_programs,)](
         _descriptor(x, first, HALF),
         _descriptor(x, rest or first, HALF),
-        _weight_descriptor(stored, fetched, epilogue),
+        weight,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,
@@ -214,6 +220,7 @@ def _launch_persistent(
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
         UNPACK_LOW=low,
         UNPACK_HIGH=high,
+        TILE=_block_layout(tiles.rows, width, stored.weight.dtype),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -230,6 +237,19 @@ def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> A
         assert not epilogue.is_gated or stored.has_whole_gates
         weight, rows = weight.view(-1, weight.shape[-1]), min(rows, CHUNK_ROWS)
     return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
+
+
+def _gate_descriptor(stored: StoredWeight, rows: int) -> Any:
+    """The TMA descriptor for fetching so many rows of a block of inputs, PIECE gates and PIECE rows
+    that they gate in turns."""
+    weight, width = stored.weight, stored.row_bytes // stored.weight.element_size()
+    if stored.format == INT4:
+        assert stored.has_whole_gates
+        assert rows == 2 * CHUNK_ROWS
+        weight = weight.view(-1, width)
+    pieces = weight.view(2, -1, PIECE, weight.shape[1]).transpose(0, 1)
+    swizzle = _block_layout(rows, width, weight.dtype).swizzle_byte_width
+    return swizzled_descriptor(pieces, [rows // (2 * PIECE), 2, PIECE, width], swizzle)
 
 
 @cache

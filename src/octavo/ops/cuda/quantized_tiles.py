@@ -22,6 +22,7 @@ from octavo.ops.cuda.stored_weights import (
     BLOCK,
     CHUNK_ROWS,
     INT4,
+    PIECE,
     StoredWeight,
     row_bytes,
     staged_groups,
@@ -51,8 +52,8 @@ _FEWEST_BY_COPY, _MANY_BY_COPY = 192, 1024
 _MAX_STAGES = 12
 _FEWEST_STEPS = 4
 # Microseconds of the persistent kernel with tiles of so many tokens: of a step, and of adding up
-# parts of tiles that programs share. Besides, of the launch, and how much longer a step of gates
-# takes, which are fetched in pieces. Measured on an H100, 2026-11-28, with weights of 4 bits. What
+# parts of tiles that programs share. Besides, of the launch, and how much longer steps of products
+# with gates took, the largest. Measured on an H100, 2026-11-28, with weights of 4 bits. What
 # they choose takes 0.1% longer than the fastest, on average of 36 products.
 _COSTS = {128: (0.71, 7.8), 192: (1.11, 7.5), 256: (1.23, 12.2), 320: (1.65, 17.2)}
 _LAUNCH, _GATED = 3.0, 1.1
@@ -154,11 +155,13 @@ def candidates(product: Product) -> tuple[Choice, ...]:
         found += _persistent_candidates(product)
     if product.tokens <= 512:
         found += _simple_candidates(product)
+    if not found:
+        return (LIBRARY,)
     if product.has_copy and (
         product.tokens >= _MANY_BY_COPY or _expected_of_copy(product) < _expected(product, found[0])
     ):
         return (LIBRARY, *found)
-    takes_library = product.has_copy or product.tokens >= 1024 or not found
+    takes_library = product.has_copy or product.tokens >= 1024
     return (*found, LIBRARY) if takes_library else tuple(found)
 
 
@@ -209,7 +212,9 @@ def _simple_candidates(product: Product) -> list[Tiles]:
 
 
 def _persistent_candidates(product: Product) -> list[Tiles]:
-    """Of linear_hopper_persistent.py's kernel."""
+    """Of linear_hopper_persistent.py's kernel, which fetches gates in whole pieces."""
+    if product.is_gated and product.num_rows % PIECE:
+        return []
     found = [
         persistent_tiles(product, tokens, is_shared=is_shared)
         for tokens in _COSTS

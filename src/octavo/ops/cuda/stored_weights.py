@@ -16,6 +16,7 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
 BLOCK = 128  # inputs of a tile
+PIECE = 8  # rows of gates that lie together in a tile, and as many that they gate
 CHUNK_ROWS = 64  # of a block of integers of 4 bits that lie side by side
 FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
