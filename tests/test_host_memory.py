@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from octavo import host_memory as host_memory_module
-from octavo.host_memory import host_memory, num_cpus
+from octavo.host_memory import HUGE_PAGE, host_memory, num_cpus, use_huge_pages
+from octavo.ops.cpu.linear import empty_weights
 
 
 def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +91,31 @@ print(before - resident_mib())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert int(done.stdout) > 100
+
+
+def test_huge_pages_are_asked_for_where_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int | None, int, int]] = []
+
+    def advise(address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+        asked.append((address.value, size.value, advice))
+        return -1  # refused, which changes nothing
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(madvise=advise))
+    use_huge_pages(HUGE_PAGE, HUGE_PAGE - 1)
+    use_huge_pages(3 * HUGE_PAGE, 2 * HUGE_PAGE + 5)
+    assert asked == [(3 * HUGE_PAGE, 2 * HUGE_PAGE, 14)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    use_huge_pages(0, HUGE_PAGE)  # a C library without madvise
+
+
+def test_weights_begin_with_a_huge_page() -> None:
+    """Those that fill one; the memory around them is not theirs."""
+    for rows in (3, 1025):
+        weights = empty_weights((rows, 512, 2), torch.bfloat16)
+        assert weights.shape == (rows, 512, 2)
+        assert weights.is_contiguous()
+        weights.fill_(rows)
+        assert (weights == rows).all()
+        if rows > 3:
+            assert weights.data_ptr() % HUGE_PAGE == 0
+            assert weights.nbytes > HUGE_PAGE

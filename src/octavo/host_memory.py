@@ -12,6 +12,8 @@ from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_MADV_HUGEPAGE = 14  # <sys/mman.h>
+HUGE_PAGE = 2 << 20  # bytes
 # Iterations that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds,
 # and where another program holds one of two cores, everything waits for a thread that does not run:
 # small linear layers took 40 times as long. On an idle machine this number costs nothing.
@@ -33,6 +35,15 @@ def limited_spinning() -> Iterator[None]:
         yield
     finally:
         del os.environ["GOMP_SPINCOUNT"]
+
+
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask for huge pages for as much memory as fills them, from a multiple of HUGE_PAGE on, before
+    anything is written there. Does nothing where the system has none, or refuses."""
+    size = num_bytes // HUGE_PAGE * HUGE_PAGE
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if size > 0 and advise is not None:
+        advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def return_freed_memory() -> None:

@@ -164,7 +164,7 @@ def _attend_span(
         num_tiles = (end + LANES - 1) // LANES
         multiply_keys(
             words, rows, num_tiles, queries.ctypes.data + (row_base + r0) * row_bytes, row_bytes,
-            places.ctypes.data, depth, s_address,
+            places.ctypes.data, 4 * LANES, 4 * LANES, depth, s_address,
         )  # fmt: skip
         if len(general) > 0 and step.changes_scores:
             for r in range(rows):

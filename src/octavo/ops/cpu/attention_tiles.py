@@ -89,27 +89,27 @@ def _multiply_add(
 
 
 @intrinsic
-def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):
+def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, line, next_line, depth, c):
     """Scores C[r, v] = sum over k < depth of A[r, k] * K_v[k], each v the 16 tokens of a tile.
 
     Limits: 1 <= rows <= 6, 1 <= vecs <= 4, depth >= 1. Addresses and strides are bytes:
       A    a word at a + r * a_stride + 4k
-      K_v  a vector of words at tiles[v] + 64k, `tiles` being the address of 8 addresses
+      K_v  a vector of words at tiles[v] + line * k, `tiles` being the address of 8 addresses
       C    a vector of fp32, or of int32, at c + 256r + 64v
-    tiles[4 + v] is read next in the same way: its cache lines are prefetched meanwhile.
+    What is read next is prefetched meanwhile: at tiles[4 + v] + next_line * k.
     """
-    signature = types.void(like, *([types.int64] * 7))
+    signature = types.void(like, *([types.int64] * 9))
 
     def codegen(context, b, sig, args):
-        _, rows, vecs, a, a_stride, tiles, depth, c = args
+        _, rows, vecs, a, a_stride, tiles, line, next_line, depth, c = args
 
         def emit(num_rows: int, num_vecs: int) -> None:
             held = [load(b, advance(b, tiles, v, 8), I64) for v in range(num_vecs)]
             ahead = [load(b, advance(b, tiles, SPAN + v, 8), I64) for v in range(num_vecs)]
 
             def places(k: Any) -> tuple[list[Any], list[Any]]:
-                line = b.mul(k, int64_const(4 * LANES))
-                return [b.add(x, line) for x in held], [b.add(x, line) for x in ahead]
+                offset, next_offset = b.mul(k, line), b.mul(k, next_line)
+                return [b.add(x, offset) for x in held], [b.add(x, next_offset) for x in ahead]
 
             a_rows = [advance(b, a, r, a_stride) for r in range(num_rows)]
             zero = int32_lanes(0) if like.dtype == types.int8 else float_lanes(0.0)

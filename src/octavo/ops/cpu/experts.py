@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.linear import UNITS_PER_THREAD, WORTH_SHARING, pack
+from octavo.ops.cpu.linear import UNITS_PER_THREAD, WORTH_SHARING, pack_all
 from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_grouped
 from octavo.ops.cpu.row_ops import apply_gate, weighted_sum
 from octavo.ops.cpu.threads import Runner, make_runner
@@ -45,7 +45,7 @@ class _Grouped:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         _, self._out_features, self._in_features = weight.shape
-        self._tiles = torch.stack([pack(each) for each in weight])
+        self._blocks = pack_all(weight)
         self._bias = bias
         self._depth = self._in_features * weight.element_size() // 4
         self._num_blocks = -(-self._out_features // BLOCK)
@@ -64,7 +64,7 @@ class _Grouped:
         jobs = np.zeros(num_jobs, JOB)
         jobs["x"] = x.data_ptr() + lists.starts * (self._in_features * size)
         jobs["x_stride"] = self._in_features * size
-        jobs["weight"] = self._tiles.data_ptr() + lists.hit * (self._tiles[0].numel() * size)
+        jobs["weight"] = self._blocks.data_ptr() + lists.hit * (self._blocks[0].numel() * size)
         if self._bias is not None:
             jobs["bias"] = self._bias.data_ptr() + lists.hit * (self._out_features * size)
         jobs["output"] = output.data_ptr() + lists.starts * (self._out_features * size)

@@ -19,7 +19,7 @@ from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
 from octavo.ops.cpu.gates import write_gated
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
-from octavo.ops.cpu.linear_kernel import BLOCK, point_to_tiles
+from octavo.ops.cpu.linear_kernel import BLOCK, LINE, point_to_tiles
 from octavo.ops.cpu.matrix_tiles import (
     PAIR,
     TILE_BYTES,
@@ -47,7 +47,7 @@ JOB = np.dtype([(name, np.int64) for name in _FIELDS])
 share tiles by `tile_rows`, and x has rows for all of the last tile of a matrix unit. A unit of work
 is `span` tiles of outputs (of a gate, and as many that it multiplies) for `rows_per_unit` tokens,
 whole tiles. `offsets` are added to the sums, int32 [out_features]; 0: there are none. `exact`: of
-tokens that a single thread rounds to x before, with its strides in elements; 0: x is there."""
+tokens that a single thread rounds before, with its strides in elements; 0: x is there."""
 
 
 @inlined
@@ -108,23 +108,23 @@ def _sum_by_words(
     tiles: Any,
     tile: int,
     count: int,
-    num_left: int,
     first: int,
     last: int,
     sums: Any,
 ) -> None:
     """int32 sums, but for `offsets`, of `count` tiles of outputs and of the rows [first, last):
-    [rows, MAX_SPAN, 16]. num_left: tiles of outputs from these on."""
-    weight_tile = job.depth * TILE_BYTES
-    weight = job.weight + tile * weight_tile
+    [rows, MAX_SPAN, 16]."""
+    block_bytes = job.depth * SPAN * TILE_BYTES
+    num_tiles = (job.out_features + LANES - 1) // LANES
     groups = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for group in range(groups):
         begin = first + group * (last - first) // groups
         rows = first + (group + 1) * (last - first) // groups - begin
-        point_to_tiles(tiles, weight, weight_tile, group, groups, num_left)
+        next_line = point_to_tiles(tiles, job.weight, tile, num_tiles, block_bytes, group, groups)
         multiply_keys(
-            words, rows, count, job.x + begin * job.x_stride, job.x_stride, tiles.ctypes.data,
-            job.depth * (TILE_INPUTS // 4), sums.ctypes.data + (begin - first) * 4 * BLOCK,
+            words, rows, count, job.x + begin * job.x_stride, job.x_stride, tiles.ctypes.data, LINE,
+            next_line, job.depth * (TILE_INPUTS // 4),
+            sums.ctypes.data + (begin - first) * 4 * BLOCK,
         )  # fmt: skip
 
 
@@ -153,6 +153,12 @@ def _linear(
     partial = np.empty(MAX_SPAN * LANES, elements.dtype)
     wide, itemsize = np.empty(0, np.float32), size_of(elements)
     words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
+    num_own = job.num_rows if job.exact != 0 else 0
+    own_tiles = (num_own + job.tile_rows - 1) // job.tile_rows
+    own = np.empty(own_tiles * job.tile_rows * job.x_stride, np.int8)
+    own_scales = np.empty(num_own, np.float32)
+    if job.exact != 0:
+        job.x, job.x_scales = own.ctypes.data, own_scales.ctypes.data
     x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
     if job.exact != 0:
         flipped = np.int8(0) if has_tiles else np.int8(-128)
@@ -188,9 +194,7 @@ def _linear(
                 if has_tiles:
                     _sum_by_tiles(job, of_side, count, first, last, first > begin, there)
                 else:
-                    _sum_by_words(
-                        job, words, tiles, of_side, count, num_tiles - tile, first, last, there
-                    )
+                    _sum_by_words(job, words, tiles, of_side, count, first, last, there)
             for r in range(first, last):
                 place = job.output + (r * num_outputs + tile * LANES) * itemsize
                 target = place if width == count * LANES else partial.ctypes.data

@@ -32,6 +32,8 @@ from torch import Tensor
 
 from octavo.ops.cpu.int8_kernel import JOB, MAX_SPAN, PANEL_TILES, compile_product
 from octavo.ops.cpu.jit import host_has
+from octavo.ops.cpu.linear import empty_weights
+from octavo.ops.cpu.linear_kernel import BLOCK
 from octavo.ops.cpu.matrix_tiles import TILE_INPUTS
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows
 from octavo.ops.cpu.threads import Runner, make_runner
@@ -45,9 +47,9 @@ _Job = c_int64 * len(JOB.names or ())
 
 
 class PackedInt8Linear:
-    """Owns a copy of W [out_features, in_features] in int8: [tiles of 16 outputs, in_features / 4,
-    16, 4], filled up with zeros to whole tiles of 64 inputs. Needs has_matrix_units() or
-    has_dot_products().
+    """Owns a copy of W [out_features, in_features] in int8, filled up with zeros to whole tiles of
+    64 inputs: [tiles of 16 outputs, in_features / 4, 16, 4], or for dot products [blocks of 64,
+    in_features / 4, 64, 4]. Needs has_matrix_units() or has_dot_products().
 
     Results have the inputs' dtype, or are in float32 if `is_wide`: they are not rounded again.
     """
@@ -57,10 +59,12 @@ class PackedInt8Linear:
     def __init__(self, form: GroupedInt, is_wide: bool = False) -> None:
         self._is_wide = is_wide
         self._out_features = form.shape[0]
-        self._tiles = pack(form.packed)
-        self._stride = self._tiles.shape[1] * 4
-        self._scales = form.scales.flatten().float()
         self._has_tiles = has_matrix_units()
+        self._tiles = pack(form.packed, LANES if self._has_tiles else BLOCK)
+        self._stride = self._tiles.shape[1] * 4
+        self._num_weights = self._tiles.numel()
+        self._runners: dict[tuple[torch.dtype, Epilogue], Runner] = {}  # by the inputs' dtype
+        self._scales = form.scales.flatten().float()
         self._offsets = None
         if not self._has_tiles:  # 128 is added to inputs
             self._offsets = self._tiles.sum(dim=(1, 3), dtype=torch.int32).mul_(-128)
@@ -82,25 +86,24 @@ class PackedInt8Linear:
 
     def _multiply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         (num_tokens, in_features), num_outputs = x.shape, self._out_features
-        size = num_outputs // 2 if epilogue.is_gated else num_outputs
-        dtype = torch.float32 if self._is_wide else x.dtype
-        output = torch.empty((num_tokens, size), dtype=dtype)
+        is_gated, dtype = epilogue.is_gated, x.dtype
+        size = num_outputs // 2 if is_gated else num_outputs
+        output = torch.empty((num_tokens, size), dtype=torch.float32 if self._is_wide else dtype)
         num_tiles = -(-num_tokens // LANES)
         if num_tiles == 0:
             return output
         tile_rows = -(-num_tokens // num_tiles) if self._has_tiles else LANES
-        num_rows = num_tiles * tile_rows if self._has_tiles else num_tokens
         threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
-        if self._tiles.numel() * max(1, num_tokens // 8) < WORTH_SHARING:
+        if threads > 1 and self._num_weights * max(1, num_tokens // 8) < WORTH_SHARING:
             threads = 1
-        exact = 0
+        exact = to_rounded = to_scales = 0
         if threads == 1:  # who rounds the tokens, too
             x = x if x.stride(1) == 1 else x.contiguous()
             exact = x.data_ptr()
-            rounded = torch.empty((num_rows, self._stride), dtype=torch.int8)
-            scales = torch.empty(num_tokens)
         else:
+            num_rows = num_tiles * tile_rows if self._has_tiles else num_tokens
             rounded, scales = quantize_rows(x, (num_rows, self._stride))
+            to_rounded, to_scales = rounded.data_ptr(), scales.data_ptr()
             if not self._has_tiles:
                 rounded.view(torch.uint8).bitwise_xor_(128)  # adds it
             columns, wanted = -(-size // LANES), UNITS_PER_THREAD * threads
@@ -109,12 +112,16 @@ class PackedInt8Linear:
             cuts = -(-wanted // -(-columns // span))
             rows_per_unit = -(-num_tokens // (cuts * panel)) * panel
         job = _Job(  # in the order of JOB: next_unit first
-            0, rounded.data_ptr(), self._stride, scales.data_ptr(), *self._addresses,
+            0, to_rounded, self._stride, to_scales, *self._addresses,
             0 if bias is None else bias.data_ptr(), output.data_ptr(),
             num_tokens, tile_rows, num_outputs, self._stride // TILE_INPUTS, span, rows_per_unit,
             exact, x.stride(0), in_features,
         )  # fmt: skip
-        _runner(dtype, x.dtype, epilogue, self._has_tiles)(addressof(job), threads)
+        run = self._runners.get((dtype, epilogue))
+        if run is None:
+            run = _runner(output.dtype, dtype, epilogue, self._has_tiles)
+            self._runners[dtype, epilogue] = run
+        run(addressof(job), threads)
         return output
 
 
@@ -131,14 +138,17 @@ def has_dot_products() -> bool:
     return host_has("avx512vnni")
 
 
-def pack(values: Tensor) -> Tensor:
-    """uint8 [out_features, in_features], 128 standing for 0 -> int8 [tiles, inputs / 4, 16, 4]."""
+def pack(values: Tensor, rows: int) -> Tensor:
+    """uint8 [out_features, in_features], 128 standing for 0 -> int8 [tiles of so many rows,
+    inputs / 4, rows, 4]."""
     out_features, in_features = values.shape
-    tiles, steps = -(-out_features // LANES), -(-in_features // TILE_INPUTS)
-    whole = values.new_full((tiles * LANES, steps * TILE_INPUTS), 128)
+    tiles, steps = -(-out_features // rows), -(-in_features // TILE_INPUTS)
+    whole = values.new_full((tiles * rows, steps * TILE_INPUTS), 128)
     whole[:out_features, :in_features] = values
-    words = whole.bitwise_xor_(128).view(torch.int32).view(tiles, LANES, -1)
-    return words.transpose(1, 2).contiguous().view(torch.int8).view(tiles, -1, LANES, 4)
+    words = whole.bitwise_xor_(128).view(torch.int32).view(tiles, rows, -1)
+    packed = empty_weights((tiles, words.shape[2], rows), words.dtype)
+    packed.copy_(words.transpose(1, 2))
+    return packed.view(torch.int8).view(tiles, -1, rows, 4)
 
 
 @cache

@@ -1,24 +1,26 @@
 """Linear layers whose weight is packed in the order in which our kernel reads it.
 
-Sixteen outputs are adjacent: [tiles of 16 outputs, in_features / pair, 16, pair], with `pair`
-neighbours in a 32-bit word (1 in float32, 2 in bfloat16). So one load serves sixteen outputs, and
-an output is one chain of multiply-adds: results are batch-invariant, bit for bit.
+Blocks of 64 outputs are adjacent: [blocks, in_features / pair, 64, pair], with `pair` neighbours in
+a 32-bit word (1 in float32, 2 in bfloat16). So one load serves sixteen outputs, a block is read
+from one end to the other, and an output is one chain of multiply-adds: results are batch-invariant,
+bit for bit.
 """
 
 from __future__ import annotations
 
+import math
 from ctypes import addressof, c_int64
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from octavo.host_memory import HUGE_PAGE, use_huge_pages
 from octavo.ops.cpu.attention_tiles import TILE_ROWS
 from octavo.ops.cpu.jit import host_has
 from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_linear
 from octavo.ops.cpu.row_ops import apply_epilogue, apply_gate
 from octavo.ops.cpu.threads import Runner, make_runner
-from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
 
 # Fewer multiply-adds than this are not worth waking a thread for. (Reading a weight takes as long
@@ -42,19 +44,38 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def empty_weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for weights, in huge pages as far as they fill them."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < HUGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    memory = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % HUGE_PAGE
+    use_huge_pages(memory.data_ptr() + begin, num_bytes)
+    return memory[begin : begin + num_bytes].view(dtype).view(shape)
+
+
 def pack(weight: Tensor) -> Tensor:
-    """W [out_features, in_features] as tiles of 16 outputs, the last one filled up with zeros:
-    [tiles, in_features / pair, 16, pair]."""
-    out_features, in_features = weight.shape
-    pair = 4 // weight.element_size()
+    """W [out_features, in_features] as blocks of 64 outputs, the last one filled up with zeros:
+    [blocks, in_features / pair, 64, pair]."""
+    return pack_all(weight[None])[0]
+
+
+def pack_all(weights: Tensor) -> Tensor:
+    """Several of equal shapes: [number, blocks, in_features / pair, 64, pair]."""
+    number, out_features, in_features = weights.shape
+    pair = 4 // weights.element_size()
     depth = in_features // pair
-    whole, rest = divmod(out_features, LANES)
-    tiles = torch.zeros((whole + (rest > 0), depth, LANES, pair), dtype=weight.dtype)
-    in_tiles = weight[: whole * LANES].reshape(whole, LANES, depth, pair)
-    tiles[:whole] = in_tiles.transpose(1, 2)
-    if rest:
-        tiles[whole, :, :rest] = weight[-rest:].reshape(rest, depth, pair).transpose(0, 1)
-    return tiles
+    whole, rest = divmod(out_features, BLOCK)
+    shape = number, whole + (rest > 0), depth, BLOCK, pair
+    packed = empty_weights(shape, weights.dtype)
+    for blocks, weight in zip(packed, weights, strict=True):
+        in_blocks = weight[: whole * BLOCK].reshape(whole, BLOCK, depth, pair)
+        blocks[:whole] = in_blocks.transpose(1, 2)
+        if rest:
+            blocks[whole] = 0
+            blocks[whole, :, :rest] = weight[-rest:].reshape(rest, depth, pair).transpose(0, 1)
+    return packed
 
 
 class PackedLinear:
@@ -65,7 +86,7 @@ class PackedLinear:
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self._pair = 4 // weight.element_size()
-        self._tiles = pack(weight)
+        self._blocks = pack(weight)
         self._depth = self.in_features // self._pair
         self._num_blocks = -(-self.out_features // BLOCK)
         self._run = _runner(weight.dtype)
@@ -90,7 +111,7 @@ class PackedLinear:
             cuts = -(-UNITS_PER_THREAD * threads // self._num_blocks)
             rows_per_unit = max(TILE_ROWS, -(-num_tokens // cuts))
         job = _Job(  # in the order of JOB: next_unit first
-            0, x.data_ptr(), x.stride(0) * x.element_size(), self._tiles.data_ptr(),
+            0, x.data_ptr(), x.stride(0) * x.element_size(), self._blocks.data_ptr(),
             0 if bias is None else bias.data_ptr(), output.data_ptr(),
             num_tokens, self.out_features, self._depth,
             rows_per_unit, max(1, self._num_blocks // (UNITS_PER_THREAD * threads)),

@@ -16,6 +16,8 @@ from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
 from octavo.ops.cpu.vectors import LANES, fetch_add, from_float, pointer_to, size_of, to_float
 
 BLOCK = SPAN * LANES  # outputs computed together
+LINE = 4 * BLOCK  # bytes of a block that are multiplied by the same word of inputs
+_AHEAD = 8192  # bytes between what is multiplied and what is fetched
 
 _FIELDS = ("next_unit", "x", "x_stride", "weight", "bias", "output", "num_rows", "out_features")
 JOB = np.dtype(
@@ -27,18 +29,27 @@ NEXT_UNIT, JOBS, NUM_UNITS, UNITS_PER_JOB = range(4)  # what a call with several
 
 @inlined
 def point_to_tiles(
-    tiles: Any, weight: int, tile_bytes: int, group: int, groups: int, num_left: int
-) -> None:
-    """Fill `tiles` for multiply_keys with the block at `weight` and one `group` of its rows.
+    tiles: Any, weight: int, tile: int, num_tiles: int, block_bytes: int, group: int, groups: int
+) -> int:
+    """Fill `tiles` for multiply_keys with SPAN tiles of outputs from `tile` on, for one `group` of
+    rows; returns the distance of lines that are fetched. Those of the tiles are LINE bytes apart.
 
-    The groups of rows share the prefetching of the next block. A single group reads sequentially,
-    which the hardware prefetcher handles.
-    num_left: tiles of outputs from this block on.
+    A single group fetches a little ahead of what it multiplies. Several share the fetching of the
+    next block, a quarter at a time from one end to the other.
     """
+    is_alone = groups == 1
+    next_block = weight + (tile // SPAN + 1) * block_bytes
     for v in range(SPAN):
-        tiles[v] = weight + v * tile_bytes
-        fetches = groups > 1 and v * groups // SPAN == group and SPAN + v < num_left
-        tiles[SPAN + v] = tiles[v] + SPAN * tile_bytes if fetches else tiles[v]
+        number = tile + v
+        tiles[v] = weight + number // SPAN * block_bytes + number % SPAN * (4 * LANES)
+        fetches = v * groups // SPAN == group and number + SPAN < num_tiles
+        if is_alone:
+            tiles[SPAN + v] = tiles[v] + _AHEAD
+        elif fetches:
+            tiles[SPAN + v] = next_block + v * (block_bytes // SPAN)
+        else:
+            tiles[SPAN + v] = tiles[v]
+    return LINE if is_alone else 4 * LANES
 
 
 @inlined
@@ -46,7 +57,6 @@ def _multiply_rows(
     job: Any, words: Any, elements: Any, block: int, begin: int, end: int, tiles: Any, sums: Any
 ) -> None:
     """One block of outputs for the rows [begin, end) of x, at most 6 at a time."""
-    tile_bytes = job.depth * LANES * 4
     num_tiles = (job.out_features + LANES - 1) // LANES
     vecs = min(SPAN, num_tiles - block * SPAN)
     columns = min(BLOCK, job.out_features - block * BLOCK)
@@ -56,11 +66,12 @@ def _multiply_rows(
     for group in range(groups):
         first = begin + group * (end - begin) // groups
         rows = begin + (group + 1) * (end - begin) // groups - first
-        weight = job.weight + block * SPAN * tile_bytes
-        point_to_tiles(tiles, weight, tile_bytes, group, groups, num_tiles - block * SPAN)
+        next_line = point_to_tiles(
+            tiles, job.weight, block * SPAN, num_tiles, job.depth * LINE, group, groups
+        )
         multiply_keys(
             words, rows, vecs, job.x + first * job.x_stride, job.x_stride,
-            tiles.ctypes.data, job.depth, sums.ctypes.data,
+            tiles.ctypes.data, LINE, next_line, job.depth, sums.ctypes.data,
         )  # fmt: skip
         for r in range(rows):
             place = (first + r) * job.out_features + block * BLOCK

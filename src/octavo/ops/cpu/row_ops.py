@@ -267,7 +267,7 @@ def _bits(number: float) -> int:
 
 def _is_plain(x: Tensor) -> bool:
     """On the CPU, with every token's elements dense."""
-    return x.device.type == "cpu" and (x.is_contiguous() or x[0].is_contiguous())
+    return x.is_cpu and (x.is_contiguous() or x[0].is_contiguous())
 
 
 _ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
