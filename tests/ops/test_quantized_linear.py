@@ -43,7 +43,7 @@ from octavo.ops.cuda.quantized_tiles import (
     candidates,
     persistent_tiles,
 )
-from octavo.ops.cuda.stored_weights import INT4, StoredWeight
+from octavo.ops.cuda.stored_weights import INT4, INT8, StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding, ScaledFloat8
@@ -596,6 +596,16 @@ def test_which_products_read_a_dequantized_copy() -> None:
             has_copy = tokens >= 192
             first = candidates(replace(product, has_copy=has_copy))[0]
             assert (first == LIBRARY) == (tokens in by_copy), (num_rows, size, tokens)
+
+
+def test_gates_that_are_not_whole_pieces_have_other_tiles() -> None:
+    for tokens in SIZES:
+        product = Product(tokens, 1001, 4096, INT8, 128, False, is_gated=True)
+        with_copy = candidates(replace(product, has_copy=tokens >= 192))
+        for found in (candidates(product), with_copy):
+            assert not any(isinstance(tiles, Tiles) and tiles.x_stages for tiles in found)
+            assert tokens <= 512 or found == (LIBRARY,)
+        assert (LIBRARY in with_copy) == (tokens >= 192)
 
 
 @pytest.mark.parametrize("name", SERVED)

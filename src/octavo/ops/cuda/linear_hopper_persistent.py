@@ -95,7 +95,7 @@ def _locate(i, work):
 def _places(
     i, work, token_tiles, TOKENS: gl.constexpr, ROWS: gl.constexpr, IN_CHUNKS: gl.constexpr
 ):
-    """Where the program's step i loads from: its first token, its first row of W, as they lie in
+    """Where the program's step i loads from: its first token, the line where its rows of W begin in
     memory, and its block.
 
     ROWS: of W in a tile; with a gate, of gates.
