@@ -62,8 +62,6 @@ class PackedInt8Linear:
         self._has_tiles = has_matrix_units()
         self._tiles = pack(form.packed, LANES if self._has_tiles else BLOCK)
         self._stride = self._tiles.shape[1] * 4
-        self._num_weights = self._tiles.numel()
-        self._runners: dict[tuple[torch.dtype, Epilogue], Runner] = {}  # by the inputs' dtype
         self._scales = form.scales.flatten().float()
         self._offsets = None
         if not self._has_tiles:  # 128 is added to inputs
@@ -86,15 +84,15 @@ class PackedInt8Linear:
 
     def _multiply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         (num_tokens, in_features), num_outputs = x.shape, self._out_features
-        is_gated, dtype = epilogue.is_gated, x.dtype
-        size = num_outputs // 2 if is_gated else num_outputs
-        output = torch.empty((num_tokens, size), dtype=torch.float32 if self._is_wide else dtype)
+        size = num_outputs // 2 if epilogue.is_gated else num_outputs
+        dtype = torch.float32 if self._is_wide else x.dtype
+        output = torch.empty((num_tokens, size), dtype=dtype)
         num_tiles = -(-num_tokens // LANES)
         if num_tiles == 0:
             return output
         tile_rows = -(-num_tokens // num_tiles) if self._has_tiles else LANES
         threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
-        if threads > 1 and self._num_weights * max(1, num_tokens // 8) < WORTH_SHARING:
+        if threads > 1 and self._tiles.numel() * max(1, num_tokens // 8) < WORTH_SHARING:
             threads = 1
         exact = to_rounded = to_scales = 0
         if threads == 1:  # who rounds the tokens, too
@@ -117,11 +115,7 @@ class PackedInt8Linear:
             num_tokens, tile_rows, num_outputs, self._stride // TILE_INPUTS, span, rows_per_unit,
             exact, x.stride(0), in_features,
         )  # fmt: skip
-        run = self._runners.get((dtype, epilogue))
-        if run is None:
-            run = _runner(output.dtype, dtype, epilogue, self._has_tiles)
-            self._runners[dtype, epilogue] = run
-        run(addressof(job), threads)
+        _runner(dtype, x.dtype, epilogue, self._has_tiles)(addressof(job), threads)
         return output
 
 

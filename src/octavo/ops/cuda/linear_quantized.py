@@ -179,7 +179,6 @@ def _launch_persistent(
     sums, arrivals = _workspace(x.device)
     bits = 4 if stored.format == INT4 else 8
     low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
-    width = stored.row_bytes // stored.weight.element_size()
     if epilogue.is_gated:
         weight = _gate_descriptor(stored, tiles.rows)
     else:
@@ -220,7 +219,7 @@ def _launch_persistent(
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
         UNPACK_LOW=low,
         UNPACK_HIGH=high,
-        TILE=_block_layout(tiles.rows, width, stored.weight.dtype),
+        TILE=_block_layout(tiles.rows, stored.block_columns, stored.weight.dtype),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -232,24 +231,21 @@ def _launch_persistent(
 
 def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> Any:
     """The TMA descriptor for fetching so many rows of W, or a chunk, of a block of inputs."""
-    weight = stored.weight
     if stored.format == INT4:
         assert not epilogue.is_gated or stored.has_whole_gates
-        weight, rows = weight.view(-1, weight.shape[-1]), min(rows, CHUNK_ROWS)
-    return _descriptor(weight, rows, stored.row_bytes // weight.element_size())
+        rows = min(rows, CHUNK_ROWS)
+    return _descriptor(stored.lines, rows, stored.block_columns)
 
 
 def _gate_descriptor(stored: StoredWeight, rows: int) -> Any:
     """The TMA descriptor for fetching so many rows of a block of inputs, PIECE gates and PIECE rows
     that they gate in turns."""
-    weight, width = stored.weight, stored.row_bytes // stored.weight.element_size()
-    if stored.format == INT4:
-        assert stored.has_whole_gates
-        assert rows == 2 * CHUNK_ROWS
-        weight = weight.view(-1, width)
-    pieces = weight.view(2, -1, PIECE, weight.shape[1]).transpose(0, 1)
-    swizzle = _block_layout(rows, width, weight.dtype).swizzle_byte_width
-    return swizzled_descriptor(pieces, [rows // (2 * PIECE), 2, PIECE, width], swizzle)
+    assert stored.has_whole_gates
+    assert stored.format != INT4 or rows == 2 * CHUNK_ROWS
+    lines, columns = stored.lines, stored.block_columns
+    pieces = lines.view(2, -1, PIECE, lines.shape[1]).transpose(0, 1)
+    swizzle = _block_layout(rows, columns, lines.dtype).swizzle_byte_width
+    return swizzled_descriptor(pieces, [rows // (2 * PIECE), 2, PIECE, columns], swizzle)
 
 
 @cache

@@ -112,6 +112,11 @@ class Product:
     rounding: Rounding = Rounding.NONE
     has_copy: bool = False  # whether it may be computed with a dequantized copy of W
 
+    @property
+    def weight_rows(self) -> int:
+        """Of W: gates, and as many that they gate; or results."""
+        return self.num_rows * 2 if self.is_gated else self.num_rows
+
     @classmethod
     def of(
         cls,
@@ -193,9 +198,8 @@ def _simple_candidates(product: Product) -> list[Tiles]:
         kinds.append((tokens, 64, 3, False))
     elif product.tokens <= 128:
         pairs = [(64, 2), (64, 1), (128, 1), (128, 2), (64, 3)]
-        num_rows = product.num_rows * (2 if product.is_gated else 1)
-        if product.tokens == 64 and num_rows <= 64 * _NUM_SMS:  # measured with 64 alone
-            pairs[:2] = pairs[1::-1]
+        if product.tokens == 64 and product.weight_rows <= 64 * _NUM_SMS:  # measured with 64 alone
+            pairs = [(64, 1), (64, 2), *pairs[2:]]
         kinds = [(product.tokens, *pair, False) for pair in pairs]
     else:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
@@ -215,10 +219,13 @@ def _persistent_candidates(product: Product) -> list[Tiles]:
     """Of linear_hopper_persistent.py's kernel, which fetches gates in whole pieces."""
     if product.is_gated and product.num_rows % PIECE:
         return []
+    # Measured with 320 and 640 tokens, and faster with 320 alone.
+    served = [128] if product.tokens == 128 else [128, 192, 256]
+    if product.tokens == 320:
+        served.append(320)
     found = [
         persistent_tiles(product, tokens, is_shared=is_shared)
-        for tokens in _COSTS
-        if tokens in (128, product.tokens) or (tokens < 320 and product.tokens > 128)
+        for tokens in served
         for is_shared in (False, True)
     ]
     found.sort(key=lambda tiles: _expected(product, tiles))
@@ -229,7 +236,7 @@ def _expected_of_copy(product: Product) -> float:
     """About how many microseconds a product with the dequantized copy takes: arithmetic and reading
     overlap least when they take equally long. Gates have a kernel of their own, which reads and
     writes 16 bits of each."""
-    weights = product.num_rows * product.size * (2 if product.is_gated else 1)
+    weights = product.weight_rows * product.size
     computing, reading = weights * product.tokens / _DENSE_PRODUCTS, 2 * weights / _DENSE_BYTES
     gating = 6 * product.num_rows * product.tokens / _DENSE_BYTES if product.is_gated else 0
     return math.hypot(computing, reading) + gating + _DENSE_LAUNCH
@@ -237,8 +244,7 @@ def _expected_of_copy(product: Product) -> float:
 
 def _expected(product: Product, tiles: Tiles) -> float:
     """About how many microseconds a product takes with tiles of the persistent kernel."""
-    halves = 2 if product.is_gated else 1
-    num_tiles = triton.cdiv(product.num_rows * halves, tiles.rows)
+    num_tiles = triton.cdiv(product.weight_rows, tiles.rows)
     num_tiles *= triton.cdiv(product.tokens, tiles.tokens)
     num_blocks = triton.cdiv(product.size, BLOCK)
     division = Division.of(num_tiles, num_blocks, _NUM_SMS, tiles.is_shared)
@@ -298,8 +304,7 @@ class Division:
 
 def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
     """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
-    halves = 2 if product.is_gated else 1
-    num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
+    num_tiles = triton.cdiv(product.weight_rows, rows) * triton.cdiv(product.tokens, tokens)
     num_blocks = triton.cdiv(product.size, BLOCK)
     splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
     per_split = triton.cdiv(num_blocks, splits)
@@ -424,8 +429,7 @@ def _grouped_candidates(product: Product) -> list[Choice]:
 
 def _grouped_tiles(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles:
     num_blocks = triton.cdiv(product.size, BLOCK)
-    num_rows = product.num_rows * (2 if product.is_gated else 1)
-    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(product.tokens, tokens)
+    num_tiles = triton.cdiv(product.weight_rows, rows) * triton.cdiv(product.tokens, tokens)
     splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
     per_split = triton.cdiv(num_blocks, splits)
     staged = 4 * staged_groups(product.size, product.group, splits) * rows

@@ -58,6 +58,16 @@ class StoredWeight:
         return row_bytes(self.format)
 
     @property
+    def block_columns(self) -> int:
+        """Elements of `weight` that BLOCK inputs of a row are."""
+        return self.row_bytes // self.weight.element_size()
+
+    @property
+    def lines(self) -> Tensor:
+        """`weight` as TMA fetches from it: its rows, or chunks of rows one below the other."""
+        return self.weight.view(-1, self.weight.shape[-1])
+
+    @property
     def has_whole_gates(self) -> bool:
         """Whether both halves of the rows begin with a chunk, if they lie in chunks."""
         return self.format != INT4 or self.shape[0] % (2 * CHUNK_ROWS) == 0
