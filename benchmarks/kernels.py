@@ -97,7 +97,7 @@ def paged_prefill(work: Work, is_for_hopper: bool = True) -> Callable[[int], Non
     config: PrefillConfig | HopperPrefillConfig
     config = prefill_config(torch.bfloat16, HEAD_DIM, group_size)
     if is_for_hopper and torch.cuda.get_device_capability()[0] == 9:
-        config = HopperPrefillConfig.of(work.batch.context_lens.tolist(), None)
+        config = HopperPrefillConfig.of(work.batch.context_lens.tolist(), None, HEAD_DIM)
     starts = work.batch.query_starts.numpy()[:-1]
     rows, lens = work.batch.rows, work.batch.query_lens
     assert rows is not None

@@ -133,23 +133,23 @@ def attention() -> None:
 
 
 def prompts_on_hopper() -> None:
-    """attention_prefill_hopper.py's kernel with tiles of both sizes, with sinks and a window, of a
-    block and of a part of it, and of an encoder's keys."""
+    """attention_prefill_hopper.py's kernel with heads and tiles of all sizes, with sinks and a
+    window, of a block and of a part of it, with a cap, and of an encoder's keys."""
     from octavo.ops.cuda import attention_prefill_hopper
 
     attention_prefill_hopper.num_sms = lambda device: 132
     attend = attention_prefill_hopper.attend_on_hopper
-    for dim, block_size, group, window, tile, is_causal in (
-        (128, 16, 4, None, 128, True),
-        (128, 8, 1, None, 64, False),
-        (64, 128, 7, 128, 64, True),
+    for dim, block_size, group, window, tile, is_causal, cap in (
+        (128, 16, 4, None, 128, True, None),
+        (256, 8, 1, None, 64, False, 50.0),
+        (64, 128, 7, 128, 64, True, None),
     ):
         query = torch.zeros(4, 2 * group, dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 2, 2, block_size, dim, dtype=torch.bfloat16)
         numbers = torch.zeros(1, 8, dtype=torch.int32)
         sinks = None if window is None else torch.zeros(2 * group)
         output = query.flatten(1)
-        attend(query, cache, numbers, numbers[0], output, 0.1, sinks, window, tile, is_causal)
+        attend(query, cache, numbers, numbers[0], output, 0.1, cap, sinks, window, tile, is_causal)
 
 
 def encoders() -> None:

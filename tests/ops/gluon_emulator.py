@@ -105,6 +105,9 @@ def _from_first(values: Tensor) -> Tensor:
     return values.as_strided((size,), (1,))
 
 
+SWIZZLED = 128  # bytes of a row that shared memory may hold together
+
+
 class Shared:
     """A tensor in shared memory."""
 
@@ -128,7 +131,11 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        return Shared(self.values.view(dtype).view(shape))
+        values = self.values.view(dtype)
+        across = values.shape[-1]
+        if across * dtype.itemsize == SWIZZLED < shape[-1] * dtype.itemsize:
+            return Panels(values.view(-1, shape[-1] // across, shape[-2], across))
+        return Shared(values.view(shape))
 
     _reinterpret = reinterpret
 
@@ -137,6 +144,19 @@ class Shared:
 
     def store(self, values: Tensor) -> None:
         self.values.copy_(values)
+
+
+class Panels(Shared):
+    """Swizzled matrices whose rows are longer than 128 bytes: their columns lie in panels that
+    wide, one after the other. What `index` finds is a copy, to be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrices, panels, rows, across = self.values.shape
+        return matrices, rows, panels * across
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.values[int(i)].transpose(0, 1).flatten(1))
 
 
 class Descriptor:
@@ -272,7 +292,9 @@ class _Namespaces:
             num_warps=lambda: getattr(_partition, "num_warps", num_warps),
             static_range=range,
             allocate_shared_memory=_allocate,
-            arange=lambda start, end, layout=None: block(torch.arange(start, end)),
+            arange=lambda start, end, layout=None: block(
+                torch.arange(start, end, dtype=torch.int32)
+            ),
             zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
             zeros_like=torch.zeros_like,
             to_tensor=torch.as_tensor,
@@ -508,12 +530,21 @@ def _partitions(
     return results[0]
 
 
+def _of_warps(text: str, values: Tensor, others: Tensor) -> Tensor:
+    """What the lanes of a warp decide together in attention_prefill_hopper.py: whether any of its
+    16 rows exceeds by 8; or whether to multiply."""
+    if "mul" in text:
+        return values * others
+    exceed = (values - others > 8.0).view(-1, 16).any(1)
+    return exceed.repeat_interleave(16).int()
+
+
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """What ptx_emulator.py knows; or a prefetch, which has no result; or `atom.inc` of a number in
-    memory by the first lane. `pack` neighbouring words of each argument have a register each, and
-    so many elements share one of the results."""
+    memory by the first lane; or `tanh`; or what lanes vote for. `pack` neighbouring words of each
+    argument have a register each, and so many elements share one of the results."""
     if "prefetch" in text:
         for each in args:
             assert isinstance(each, Pointer)
@@ -528,6 +559,10 @@ def _assembly(
             results[0] = before
             place.memory[place.offset[0]] = 0 if before >= last[0] else before + 1
         return results
+    if "vote" in text:
+        return _of_warps(text, *args)
+    if "tanh" in text:
+        return torch.tanh(*args)
     if not isinstance(dtype, tuple):
         (one,) = _assembly(text, constraints, args, (dtype,), is_pure, pack)
         return one

@@ -49,12 +49,21 @@ def make_paged(
     return Paged(list(kv[0]), list(kv[1]), cache, table.int().to(device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, first: int, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     """query [q, num_heads, dim] at positions first.., over key, value [k, num_kv_heads, dim]."""
     group = query.shape[1] // key.shape[1]
     q, k, v = query.double(), key.double(), value.double()
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * query.shape[-1] ** -0.5
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     positions = first + torch.arange(len(q), device=q.device)
     distance = positions[:, None] - torch.arange(len(k), device=q.device)
     hidden = (distance < 0) | (distance >= (window or 1 << 30))

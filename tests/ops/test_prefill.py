@@ -41,7 +41,12 @@ CASES = {
 }
 # The same, with tiles of so many keys
 HOPPER_CASES = {
-    "cpu": [(16, 2, 3, 64, None, 64), (8, 1, 4, 64, 100, 64), (64, 2, 1, 64, None, 128)],
+    "cpu": [
+        (16, 2, 3, 64, None, 64),
+        (16, 1, 2, 256, 40, 64),
+        (8, 1, 4, 64, 100, 64),
+        (64, 2, 1, 64, None, 128),
+    ],
     "cuda": [
         (block_size, kv_heads, group, dim, window, tile)
         for block_size, kv_heads, group, dim, window in (
@@ -51,8 +56,11 @@ HOPPER_CASES = {
             (8, 3, 7, 64, 300),
             (128, 2, 5, 128, None),
             (512, 5, 128, 128, 1),
+            (16, 4, 2, 256, None),
+            (8, 2, 5, 256, 100),
         )
         for tile in (64, 128)
+        if tile * dim <= 16_384
     ],
 }
 # cached, new
@@ -70,11 +78,13 @@ def run(
     num_padded: int = 0,
     is_causal: bool = True,
     gap: int = 0,
+    size: float = 1.0,
+    cap: float | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sequence's results and what is expected of them, without sinks.
 
     sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
-    tokens of the fused projection.
+    tokens of the fused projection. size: of scores, whose variance is its square.
     """
     block_size, kv_heads, group, dim, window = case
     cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
@@ -82,14 +92,15 @@ def run(
     contexts = (cached + lens).tolist()
     seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)
     paged = make_paged(contexts, max(contexts) + 70, block_size, kv_heads, dim, dtype, device)
-    fused = torch.randn(int(lens.sum()), kv_heads * (group + 2) * dim + gap).to(dtype).to(device)
+    fused = size * torch.randn(int(lens.sum()), kv_heads * (group + 2) * dim + gap)
+    fused = fused.to(dtype).to(device)
     query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
     tile, alignment = config.tile, tile_alignment(config.tile, block_size)
     items = prefill_items(seqs, window, tile, alignment, config.rows // group, is_causal)
     items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
     output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
     weights = None if sinks is None else SimpleNamespace(weight=sinks)
-    scores = KernelScores.of(ScoreFunction(dim**-0.5, sinks=weights), device)
+    scores = KernelScores.of(ScoreFunction(dim**-0.5, softcap=cap, sinks=weights), device)
     staged = torch.from_numpy(items.reshape(-1)).to(device)
     # A second launch finds its counters as the first one did.
     for _ in range(2 if isinstance(config, HopperPrefillConfig) else 1):
@@ -101,7 +112,7 @@ def run(
         keys, values = (x[seq][: contexts[seq]] for x in (paged.keys, paged.values))
         part = slice(start, start + count)
         first = int(cached[seq]) if is_causal else contexts[seq]  # behind the end, all is seen
-        results.append((output[part], attend(query[part], keys, values, first, window)))
+        results.append((output[part], attend(query[part], keys, values, first, window, cap)))
     return results
 
 
@@ -162,7 +173,7 @@ def test_prefills_on_hopper(hopper: torch.device) -> None:
     for case in HOPPER_CASES[hopper.type]:
         block_size, _, group, dim, _, _ = case
         for dtype in (torch.bfloat16, torch.float16):
-            assert attention_prefill_hopper.takes(dtype, dim, group, block_size)
+            assert attention_prefill_hopper.takes(dtype, dim, group, block_size, None)
             for got, expected in run_on_hopper(case, dtype, hopper, sequences):
                 assert distance(got, expected) < BOUND[dtype]
 
@@ -179,6 +190,24 @@ def test_an_encoder_s_keys_on_hopper(hopper: torch.device) -> None:
     sequences = [(61, 3), (100, 28), (1, 200)]
     for got, expected in run_on_hopper(case, torch.bfloat16, hopper, sequences, is_causal=False):
         assert distance(got, expected) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [0.01, 4.0, 30.0])
+def test_scores_that_grow_on_hopper(hopper: torch.device, size: float) -> None:
+    """From tile to tile, by less than weights may exceed 1, and by more."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for case in ((16, 1, 3, 64, None, 64), (16, 1, 2, 256, 90, 64), (16, 1, 1, 128, None, 128)):
+            sequences = [(0, 150), (300, 7)]
+            for got, expected in run_on_hopper(case, dtype, hopper, sequences, size=size):
+                assert distance(got, expected) < BOUND[dtype]
+
+
+def test_capped_scores_on_hopper(hopper: torch.device) -> None:
+    for case in ((16, 2, 2, 128, None, 64), (16, 1, 2, 256, 50, 64)):
+        for cap in (0.5, 8.0):
+            results = run_on_hopper(case, torch.bfloat16, hopper, [(30, 140)], size=6.0, cap=cap)
+            for got, expected in results:
+                assert distance(got, expected) < BOUND[torch.bfloat16]
 
 
 def test_sinks_and_empty_items_on_hopper(hopper: torch.device) -> None:
@@ -205,26 +234,29 @@ def test_a_step_without_prompts_on_hopper(hopper: torch.device) -> None:
     none = torch.empty((0, 8), dtype=torch.int32, device=hopper)
     output = torch.zeros_like(query.flatten(1))
     attention_prefill_hopper.attend_on_hopper(
-        query, cache, none, none.flatten(), output, 1.0, None, None, 64, True
+        query, cache, none, none.flatten(), output, 1.0, None, None, None, 64, True
     )
     assert (output == 0).all()
 
 
 def test_what_is_for_hopper() -> None:
     takes = attention_prefill_hopper.takes
-    assert takes(torch.float16, 128, 128, 8)
-    assert not takes(torch.float32, 128, 1, 16)
-    assert not takes(torch.bfloat16, 128, 129, 16), "more heads than an item has rows"
-    for dim in (80, 96, 192, 256):
-        assert not takes(torch.bfloat16, dim, 1, 16)
+    assert takes(torch.float16, 128, 128, 8, None)
+    assert takes(torch.bfloat16, 128, 4, 16, 128)
+    assert not takes(torch.bfloat16, 64, 8, 16, 128), "the window holds few elements"
+    assert not takes(torch.float32, 128, 1, 16, None)
+    assert not takes(torch.bfloat16, 128, 129, 16, None), "more heads than an item has rows"
+    for dim in (32, 80, 96, 192, 512):
+        assert not takes(torch.bfloat16, dim, 1, 16, None)
     for block_size in (1, 4, 24, 48):
-        assert not takes(torch.bfloat16, 128, 1, block_size)
+        assert not takes(torch.bfloat16, 128, 1, block_size, None)
 
 
 def test_long_sequences_have_larger_tiles() -> None:
-    assert HopperPrefillConfig.of([500] * 100, None).tile == 64
-    assert HopperPrefillConfig.of([8000], None).tile == 128
-    assert HopperPrefillConfig.of([100] * 100 + [30_000], None).tile == 128, (
+    assert HopperPrefillConfig.of([500] * 100, None, 128).tile == 64
+    assert HopperPrefillConfig.of([2048] * 4, None, 128).tile == 128
+    assert HopperPrefillConfig.of([100] * 100 + [30_000], None, 128).tile == 128, (
         "as most of the work has"
     )
-    assert HopperPrefillConfig.of([30_000], 512).tile == 64
+    assert HopperPrefillConfig.of([30_000], 512, 128).tile == 64
+    assert HopperPrefillConfig.of([30_000], None, 256).tile == 64

@@ -317,7 +317,7 @@ class TritonBackend:
     ) -> PrefillConfig | HopperPrefillConfig:
         """Captured steps, which are small, have one configuration for all contexts."""
         if shape in self._hopper_shapes and not is_captured:
-            return HopperPrefillConfig.of(contexts.tolist(), shape.window)
+            return HopperPrefillConfig.of(contexts.tolist(), shape.window, shape.head_dim)
         return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
@@ -326,12 +326,12 @@ class TritonBackend:
             return False
         layers = [layer for layer in self._layers.values() if layer.shape == shape]
         are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)
-        is_plain = all(layer.scores.is_plain for layer in layers)
+        need_distances = any(layer.scores.need_distances for layer in layers)
         takes = attention_prefill_hopper.takes
         return (
             are_rows
-            and is_plain
-            and takes(self._dtype, shape.head_dim, shape.group, shape.block_size)
+            and not need_distances
+            and takes(self._dtype, shape.head_dim, shape.group, shape.block_size, shape.window)
         )
 
     def forward(

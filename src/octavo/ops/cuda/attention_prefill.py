@@ -73,12 +73,14 @@ class HopperPrefillConfig:
     rows: ClassVar[int] = attention_prefill_hopper.ROWS
 
     @classmethod
-    def of(cls, contexts: Sequence[int], window: int | None) -> HopperPrefillConfig:
+    def of(cls, contexts: Sequence[int], window: int | None, head_dim: int) -> HopperPrefillConfig:
         """contexts: how many keys each sequence has."""
+        if head_dim > 128:  # larger tiles would leave no room for a second one
+            return cls(64)
         # On average half of an item's last tile is in vain, which with few keys is much. Most of
         # the work is that of the longest sequences.
         lens = [min(each, window or each) for each in contexts]
-        is_long = sum(each * each for each in lens) > _LONG * sum(lens)
+        is_long = sum(each * each for each in lens) >= _LONG * sum(lens)
         return cls(128 if is_long else 64)
 
 
@@ -308,7 +310,7 @@ def prefill_attention(
         kv_scales: if the cache is e4m3.
     """
     if isinstance(config, HopperPrefillConfig):
-        assert scores.is_plain
+        assert not scores.need_distances
         assert kv_scales is None
         attention_prefill_hopper.attend_on_hopper(
             query,
@@ -317,6 +319,7 @@ def prefill_attention(
             items,
             output,
             scores.scale,
+            scores.cap,
             scores.sinks,
             window,
             config.tile,

@@ -1,4 +1,4 @@
-"""Attention of prompts and their chunks on Hopper GPUs: of plain scores, and heads of 64 or 128.
+"""Attention of prompts and their chunks on Hopper GPUs, with heads of 64, 128 or 256 elements.
 
 Work items are those of attention_prefill.py, of 128 rows; the kernel there computes whatever this
 one does not. As in FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2), partitions of a
@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.attention_scores import TANH
 from octavo.ops.cuda.claims import claimed, make_claims, next_number, tell
 from octavo.ops.cuda.experts_hopper import _copy
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, swizzled_descriptor
@@ -50,24 +51,71 @@ _LOWEST = tl.constexpr(LOWEST.value)
 _LEAST_BOX = 8  # keys: rows of shared memory that are swizzled together
 _FEW = tl.constexpr(16)  # rows of queries or values that a single warp has at once
 _SLOTS = tl.constexpr(4)  # units that are told before they are begun: two at most
-_BUFFERS = tl.constexpr(2)  # of queries
 _ALIGNED = 16  # elements and bytes
 _MOST_HEADS = 8  # KV heads whose items are computed at the same time
-_MOST_DIM = 128  # elements of a head
-_ROOM = 256  # keys, and as many values, that find room in shared memory
+_HEAD_DIMS = (64, 128, 256)
+_LEAST_WINDOW = 16_384  # elements of its keys, below which programs wait more than they compute
+_ROOM = 32_768  # elements of keys, and as many of values, that find room in shared memory
+_QUERIES = 32_768  # elements of queries that do
 # Registers of a thread: at launch, of partitions that compute, and of those that load.
-_REGISTERS, _COMPUTING_REGISTERS, _LOADING_REGISTERS = 168, 232, 40
+_REGISTERS, _COMPUTING_REGISTERS, _LOADING_REGISTERS = 168, 232, 48
+
+# While the tensor cores are busy, a scheduler issues an instruction every three cycles, so their
+# number counts. Multiplying results by what the largest scores have grown takes a fifth of them. A
+# warp does so when a score of one of its 16 rows exceeds the score that its row's weights are
+# relative to by 8 or more, in powers of two; until then, weights are up to 2^8. (In
+# FlashAttention-4, all warps of a tile do.)
+_EXCEEDS = tl.constexpr("""{
+.reg .pred exceeds;
+.reg .f32 first, second;
+sub.f32 first, $2, $4;
+sub.f32 second, $3, $5;
+max.f32 first, first, second;
+setp.gt.f32 exceeds, first, 0f41000000;
+vote.sync.any.pred exceeds, exceeds, 0xffffffff;
+selp.b32 $0, 1, 0, exceeds;
+mov.b32 $1, $0;
+}""")
+_LEAST_LAZY = tl.constexpr(64)  # elements of a head, more than which are worth a test
+_TOGETHER = tl.constexpr(32)  # results of a thread that are multiplied after one test
+
+
+def _multiply(count: int) -> str:
+    """So many results of a thread times their rows' factors, unless all of a warp's are 1. A
+    thread's first two results are of one of its two rows, the next two of the other one."""
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};\n" for i in range(count))
+    return f"""{{
+.reg .pred differs;
+setp.ne.f32 differs, ${2 * count}, 0f3F800000;
+setp.ne.or.f32 differs, ${2 * count + 2}, 0f3F800000, differs;
+vote.sync.any.pred differs, differs, 0xffffffff;
+@!differs bra done;
+{products}done:
+}}"""
+
+
+def _places(count: int) -> str:
+    """Of results, of the same registers as arguments, and of factors."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+_MULTIPLY = tl.constexpr(_multiply(_TOGETHER.value))
+_PLACES = tl.constexpr(_places(_TOGETHER.value))
 
 
 @cache
-def takes(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> bool:
+def takes(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, window: int | None
+) -> bool:
     """Whether the kernel computes attention over a cache of the queries' own dtype, on a Hopper
     GPU.
 
     group: query heads per KV head.
     """
+    if window is not None and window * head_dim < _LEAST_WINDOW:
+        return False
     is_box = block_size >= _LEAST_BOX and block_size & (block_size - 1) == 0
-    is_head = head_dim % _COLUMNS.value == 0 and head_dim <= _MOST_DIM
+    is_head = head_dim in _HEAD_DIMS
     return dtype in (torch.float16, torch.bfloat16) and is_head and group <= ROWS and is_box
 
 
@@ -87,6 +135,7 @@ def attend_on_hopper(
     items: Tensor,
     output: Tensor,
     scale: float,
+    cap: float | None,
     sinks: Tensor | None,
     window: int | None,
     tile: int,
@@ -95,7 +144,7 @@ def attend_on_hopper(
     """See prefill_attention, of what `takes` says.
 
     Args:
-        scale, sinks: of KernelScores.
+        scale, cap, sinks: of KernelScores.
         tile: keys at once, 64 or 128.
     """
     num_heads, head_dim = query.shape[1:]
@@ -125,13 +174,15 @@ def attend_on_hopper(
         table.stride(0),
         block_rows,
         scale,
+        cap,
         num_items,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        STAGES=_ROOM // tile,
+        STAGES=_ROOM // (tile * head_dim),
+        BUFFERS=min(_QUERIES // (ROWS * head_dim), 2),
         HEADS=next(n for n in range(_MOST_HEADS, 0, -1) if num_kv_heads % n == 0),
         WINDOW=window or 0,
         CAUSAL=is_causal,
@@ -354,6 +405,7 @@ def _copy_queries(
     PDL: gl.constexpr,
 ):
     """The partition that loads queries, a single warp, and what the others need of a unit."""
+    BUFFERS: gl.constexpr = queries_ready.shape[0]
     PARTS: gl.constexpr = HEAD_DIM // _COLUMNS
     COPIES: gl.constexpr = 2 * _OWN_ROWS // _FEW  # of both ways' rows
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -367,8 +419,8 @@ def _copy_queries(
         number = _take(claims, taken, turn)
         unit = _read_unit(items, number, num_items, NUM_KV_HEADS, HEADS)
         is_there, head, token, _row, begin, end, position, count, _written = unit
-        buffer = turn % _BUFFERS
-        mbarrier.wait(queries_free.index(buffer), (turn // _BUFFERS + 1) & 1)
+        buffer = turn % BUFFERS
+        mbarrier.wait(queries_free.index(buffer), (turn // BUFFERS + 1) & 1)
         num_rows = gl.where(is_there, count * GROUP, 0)
         for i in range(gl.where(is_there, COPIES, 0)):
             row = i * _FEW + own
@@ -409,8 +461,9 @@ def _got(fields, buffer, i):
 @gluon.jit
 def _next_unit(fields, queries_ready, turn):
     """What `_copy_queries` has found of a turn's unit, when its queries are there."""
-    buffer = turn % _BUFFERS
-    mbarrier.wait(queries_ready.index(buffer), (turn // _BUFFERS) & 1)
+    BUFFERS: gl.constexpr = queries_ready.shape[0]
+    buffer = turn % BUFFERS
+    mbarrier.wait(queries_ready.index(buffer), (turn // BUFFERS) & 1)
     fence_async_shared()  # copies, unlike those by TMA, need it
     return (
         _got(fields, buffer, 0) > 0,
@@ -424,36 +477,73 @@ def _next_unit(fields, queries_ready, turn):
 
 
 @gluon.jit
+def _capped(products, scale, cap):
+    """Dot products -> scores without their `_factor`, which waits for the exponent."""
+    scores = products
+    if cap is not None:
+        scores = gl.inline_asm_elementwise(
+            TANH, "=f,f", [scores * scale], dtype=gl.float32, is_pure=True, pack=1
+        )
+    return scores
+
+
+@gluon.jit
+def _factor(scale, cap):
+    """Of scores to powers of 2."""
+    factor = scale
+    if cap is not None:
+        factor = cap
+    return factor
+
+
+@gluon.jit
 def _masked(scores, first, position, last, WINDOW: gl.constexpr):
     """Scores of a tile, whose first key is `first`, without the keys that a row does not see.
 
     position, last: of each row, where its query is, and the last key that it may see.
     """
-    key = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-    is_visible = key[None, :] <= last[:, None]
+    key = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    # Else the compiler compares while products are on their way, and packs what it has found into
+    # words, because there are not as many predicates.
+    is_visible = key[None, :] <= _in_order(last - first)[:, None]
     if WINDOW > 0:
-        is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+        is_visible = is_visible & (key[None, :] > _in_order(position - WINDOW - first)[:, None])
     return gl.where(is_visible, scores, -float("inf"))
 
 
 @gluon.jit
-def _weights(scores, top, total, scale):
-    """A tile's weights, before they are divided by their sum, in the online softmax: with the new
-    largest score and sum of each row, and what earlier weights are to be multiplied by."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+def _weights(scores, top, total, scale, IS_LAZY: gl.constexpr):
+    """A tile's weights, before they are divided by their sum, in the online softmax: with the score
+    that each row's weights are relative to, their sum, and what earlier weights are to be
+    multiplied by."""
+    found = gl.max(scores, 1) * scale
+    new_top = gl.maximum(top, found)
+    if IS_LAZY:
+        exceeds = gl.inline_asm_elementwise(
+            _EXCEEDS, "=r,=r,f,f,f,f", [found, top], dtype=gl.int32, is_pure=True, pack=2
+        )
+        new_top = gl.where(exceeds > 0, new_top, top)
     weights = gl.exp2(scores * scale - new_top[:, None])
     decay = gl.exp2(top - new_top)
     return weights, new_top, total * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
-def _computed(weights):
-    """The same, which the compiler computes before whatever branches behind this."""
-    bits = weights.to(gl.int32, bitcast=True)
-    bits = gl.inline_asm_elementwise(
+def _multiplied(acc, factor):
+    """Results, each row times its factor, if a warp has one that is not 1."""
+    factor, acc = gl.broadcast(factor, acc)
+    return gl.inline_asm_elementwise(
+        _MULTIPLY, _PLACES, [acc, factor], dtype=gl.float32, is_pure=True, pack=_TOGETHER
+    )
+
+
+@gluon.jit
+def _in_order(bits):
+    """The same int32 numbers. The compiler computes from them after the waits before this, and has
+    computed them before the branches after it."""
+    return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=False, pack=1
     )
-    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -472,17 +562,18 @@ def _add_tiles(
     """Add tiles start .. stop - 1 to the rows' online softmax.
 
     Args:
-        state: results without the tile before `start`, that tile's weights, and the largest scores
-            and the sums.
+        state: results without the tile before `start`, that tile's weights, and the scores and
+            sums of `_weights`.
         step: number of the unit's first tile, of all that the program has had.
-        place: the scale, the unit's first key, and `position` and `last` of `_masked`.
+        place: scale and cap, the unit's first key, and `position` and `last` of `_masked`.
     """
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     acc, weights, top, total = state
-    scale, begin, position, last = place
+    scale, cap, begin, position, last = place
     STAGES: gl.constexpr = keys_ready.shape[0]
     TILE: gl.constexpr = key_tiles.shape[1]
+    IS_LAZY: gl.constexpr = key_tiles.shape[2] > _LEAST_LAZY
     LEFT: gl.constexpr = weights.type.layout
     SUMS: gl.constexpr = acc.type.layout
     none = _no_scores(TILE)
@@ -497,18 +588,20 @@ def _add_tiles(
         scores = warpgroup_mma_wait(1, deps=[scores])
         _barrier()
         mbarrier.arrive(keys_free.index(stage), count=1)
+        scores = _capped(scores, scale, cap)
         if MASKED:
             scores = _masked(scores, begin + i * TILE, position, last, WINDOW)
-        found, top, total, decay = _weights(scores, top, total, scale)
+        found, top, total, decay = _weights(scores, top, total, _factor(scale, cap), IS_LAZY)
         # The compiler would wait for the products first, and have nothing multiplied while weights
         # are computed. It moves nothing across this wait, which has ended.
-        found = _computed(found)
+        found = _in_order(found.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         mbarrier.wait(values_ready.index(before), ((step + i - 1) // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         _barrier()
         mbarrier.arrive(values_free.index(before), count=1)
         weights = gl.convert_layout(found.to(weights.dtype), LEFT)
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+        decay = gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+        acc = _multiplied(acc, decay) if IS_LAZY else acc * decay
     return acc, weights, top, total
 
 
@@ -530,11 +623,12 @@ def _attend(
     CAUSAL: gl.constexpr,
 ):
     """A partition that computes; `shared` is what both have."""
-    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale = shared
+    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, cap = shared
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     queries_ready, queries_free = query_barriers
     STAGES: gl.constexpr = keys_ready.shape[0]
+    BUFFERS: gl.constexpr = queries_ready.shape[0]
     TILE: gl.constexpr = key_tiles.shape[1]
     HEAD_DIM: gl.constexpr = key_tiles.shape[2]
     ROW_SIZE: gl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
@@ -559,7 +653,7 @@ def _attend(
     _barrier()
     mbarrier.arrive(keys_free.index(0), count=1)
     while is_there:
-        buffer = turn % _BUFFERS
+        buffer = turn % BUFFERS
         queries = query_tiles.index(2 * buffer + way)
         num_tiles = _num_tiles(begin, end, TILE)
         positions = position + own // GROUP
@@ -574,12 +668,13 @@ def _attend(
             top = gl.maximum(gl.load(sinks + head * GROUP + own % GROUP), _LOWEST)
             total = total + 1.0
         stop = gl.minimum((seen_by_all - begin) // TILE, num_tiles)
+        scores = _capped(scores, scale, cap)
         if (stop < 1) | (WINDOW > 0):
             scores = _masked(scores, begin, positions, last, WINDOW)
-        found, top, total, _decay = _weights(scores, top, total, scale)
+        found, top, total, _decay = _weights(scores, top, total, _factor(scale, cap), False)
         acc = gl.zeros([_OWN_ROWS, HEAD_DIM], gl.float32, SUMS)
         state = (acc, gl.convert_layout(found.to(DTYPE), LEFT), top, total)
-        place = (scale, begin, positions, last)
+        place = (scale, cap, begin, positions, last)
         start = gl.to_tensor(1)
         if WINDOW > 0:
             # Up to the first key that is in the window of all rows.
@@ -595,6 +690,8 @@ def _attend(
             state, queries, tiles, barriers, step, place, start, num_tiles, True, WINDOW
         )
         acc, weights, top, total = state
+        _barrier()
+        mbarrier.arrive(queries_free.index(buffer), count=1)
         # With the last values, the next unit's queries are multiplied by its first keys; if there
         # is none, by anything.
         step += num_tiles
@@ -606,13 +703,12 @@ def _attend(
         next_there, next_head, next_token, next_begin, next_end, next_position, next_count = unit
         stage = step % STAGES
         mbarrier.wait(keys_ready.index(stage), (step // STAGES) & 1, pred=next_there)
-        queries = query_tiles.index(2 * (turn % _BUFFERS) + way)
+        queries = query_tiles.index(2 * (turn % BUFFERS) + way)
         keys = key_tiles.index(stage).permute((1, 0))
         scores = warpgroup_mma(queries, keys, none, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         _barrier()
         mbarrier.arrive(values_free.index(last_stage), count=1)
-        mbarrier.arrive(queries_free.index(buffer), count=1)
         total = gl.where(total == 0.0, 1.0, total)  # of rows behind the last token
         acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
         result = gl.convert_layout(acc.to(DTYPE), STORE)
@@ -647,6 +743,7 @@ def prefill_hopper_kernel(
     table_stride,
     block_rows,
     scale,
+    cap,
     num_items,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -654,6 +751,7 @@ def prefill_hopper_kernel(
     BLOCK_SIZE: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     HEADS: gl.constexpr,
     WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -668,6 +766,7 @@ def prefill_hopper_kernel(
             which the first ones are keys and values of the layer's heads.
         progress: see _progress.
         STAGES: tiles of keys, and of values, that are loaded ahead.
+        BUFFERS: units whose queries are.
         HEADS: KV heads whose items are computed at the same time.
     """
     BOX: gl.constexpr = cache.block_type.shape[0]
@@ -680,18 +779,18 @@ def prefill_hopper_kernel(
     few_values = reinterpreted(value_boxes, [NUM * BOX // FEW, FEW, _COLUMNS], WHOLE)
     key_tiles = reinterpreted(key_boxes, [STAGES, TILE, HEAD_DIM], WHOLE)
     value_tiles = reinterpreted(value_boxes, [STAGES, TILE, HEAD_DIM], WHOLE)
-    QUERIES: gl.constexpr = 2 * _BUFFERS
+    QUERIES: gl.constexpr = 2 * BUFFERS
     FEW_QUERIES: gl.constexpr = QUERIES * HEAD_DIM * _OWN_ROWS // (_COLUMNS * _FEW)
     few_queries = gl.allocate_shared_memory(cache.dtype, [FEW_QUERIES, _FEW, _COLUMNS], WHOLE)
     query_tiles = reinterpreted(few_queries, [QUERIES, _OWN_ROWS, HEAD_DIM], WHOLE)
-    fields = gl.allocate_shared_memory(gl.int32, [_BUFFERS * _FIELDS, 1], FLAT)
+    fields = gl.allocate_shared_memory(gl.int32, [BUFFERS * _FIELDS, 1], FLAT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     last_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    queries_ready = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
-    queries_free = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
+    queries_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    queries_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(keys_ready.index(stage), count=1)
@@ -699,7 +798,7 @@ def prefill_hopper_kernel(
         mbarrier.init(values_ready.index(stage), count=1)
         mbarrier.init(values_free.index(stage), count=2)
     mbarrier.init(last_ready.index(0), count=1)
-    for buffer in gl.static_range(_BUFFERS):
+    for buffer in gl.static_range(BUFFERS):
         mbarrier.init(queries_ready.index(buffer), count=32 + 1)
         mbarrier.init(queries_free.index(buffer), count=2)
     claims = make_claims(_SLOTS)
@@ -711,7 +810,7 @@ def prefill_hopper_kernel(
     tiles = (key_tiles, value_tiles)
     query_barriers = (queries_ready, queries_free)
     barriers = (keys_ready, keys_free, values_ready, values_free, last_ready)
-    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale)
+    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, cap)
     gl.warp_specialize(
         [
             (_attend, (shared, 0, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),

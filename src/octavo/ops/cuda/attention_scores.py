@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.ops.base import LOG2_E, ScoreFunction
 
+TANH = tl.constexpr("tanh.approx.f32 $0, $1;")
 _DOUBLED = tl.constexpr(-2 * LOG2_E)  # tanh takes exp(-2 |x|), as a power of 2
 
 
@@ -54,9 +55,9 @@ class KernelScores:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Whether scores are scaled dot products; sinks, which are no keys, do not change them."""
-        return self.cap is None and self.slopes is None and self.biases is None
+    def need_distances(self) -> bool:
+        """Whether scores depend on how far a key is from the query."""
+        return self.slopes is not None or self.biases is not None
 
     @property
     def max_distance(self) -> int:
@@ -77,9 +78,7 @@ def has_fast_tanh(dtype: torch.dtype, device: torch.device) -> bool:
 def _tanh(x, FAST: tl.constexpr):
     """Otherwise with a relative error of at most 1e-6; 1 - exp(-2 |x|) cancels near 0."""
     if FAST:
-        return tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(TANH, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         power = tl.exp2(tl.abs(x) * _DOUBLED)  # at most 1: nothing overflows
         size = (1.0 - power) / (1.0 + power)

@@ -55,7 +55,7 @@ class Body(BaseModel):
         extra="allow",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        json_schema_extra={"additionalProperties": False},
+        json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
     @model_validator(mode="after")
