@@ -12,7 +12,8 @@ of it. Boxes lie in shared memory one below the other, and together are a tile a
 
 There is a program for each SM, which claims one unit after the other: an item for one KV head. Its
 next unit's queries and first keys are on their way while it computes one, and their products are
-under way when it stores results. Units with the most keys come first, of a few heads at a time,
+under way when it stores results. (Of heads of 256, one unit's queries find room: the next ones come
+once it has all its scores.) Units with the most keys come first, of a few heads at a time,
 whose keys then stay in the L2 cache.
 """
 
@@ -61,10 +62,10 @@ _QUERIES = 32_768  # elements of queries that do
 _REGISTERS, _COMPUTING_REGISTERS, _LOADING_REGISTERS = 168, 232, 48
 
 # While the tensor cores are busy, a scheduler issues an instruction every three cycles, so their
-# number counts. Multiplying results by what the largest scores have grown takes a fifth of them. A
-# warp does so when a score of one of its 16 rows exceeds the score that its row's weights are
-# relative to by 8 or more, in powers of two; until then, weights are up to 2^8. (In
-# FlashAttention-4, all warps of a tile do.)
+# number counts. A seventh of them, and of heads of 256 a third, would multiply results because a
+# larger score was found. As in FlashAttention-4, weights are relative to the largest score only
+# until one of a warp's 16 rows has a score that exceeds it by more than 8, in powers of two; they
+# are at most 2^8, and only then are the warp's results multiplied.
 _EXCEEDS = tl.constexpr("""{
 .reg .pred exceeds;
 .reg .f32 first, second;
