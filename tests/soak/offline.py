@@ -8,7 +8,7 @@ from typing import Any
 from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, RequestTooLong
 from octavo.llm import LLM
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from soak.report import Memory, Report
@@ -79,7 +79,11 @@ class Round:
     def _add(self) -> None:
         rng = self._rng
         salt = rng.choice(("", "", "a"))
-        stream = self._client.make_request(prompt(rng), params(rng), cache_salt=salt)
+        try:
+            stream = self._client.make_request(prompt(rng), params(rng), cache_salt=salt)
+        except RequestTooLong:  # for the blocks that pinned prefixes leave
+            self._report.count("requests_refused")
+            return
         self._client.add_request(stream)
         self._open[stream.request_id] = stream
 
