@@ -105,5 +105,21 @@ def test_greedy_tokens_equal_those_of_generate(
 )
 def test_what_octavo_lacks_is_refused_by_name(rules: dict[str, Any], tmp_path: Path) -> None:
     name = [*rules][-1]
-    with pytest.raises(ModelError, match=rf"generation_config.json: {name}"):
+    with pytest.raises(ModelError, match=rf"generation_config.json: {name}") as error:
         read_model_config(directory_with(rules, tmp_path))
+    assert "model_impl" not in str(error.value), "transformers' module would have the same rules"
+
+
+def test_config_json_has_the_rules_where_there_is_no_generation_config(tmp_path: Path) -> None:
+    rules = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.7, "temperature": 0.5}
+    (directory_with({}, tmp_path) / "generation_config.json").unlink()
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    path.unlink()  # a link
+    path.write_text(json.dumps(fields | rules))
+    config = read_model_config(tmp_path)
+    assert config.decoding_rules.no_repeat_ngram_size == 2
+    assert config.sampling_defaults == {"repetition_penalty": 1.7}, "do_sample is off"
+    path.write_text(json.dumps(fields | rules | {"do_sample": True}))
+    sampling = {"repetition_penalty": 1.7, "temperature": 0.5}
+    assert read_model_config(tmp_path).sampling_defaults == sampling

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,41 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(Encoder, "encode", counted)
     return runs
+
+
+def test_forms_are_kept_to_beside_forced_tokens(tmp_path: Path) -> None:
+    """A form begins after the first one, and is cut off where the last one would complete it."""
+    model_zoo.write_model("bart", tmp_path)
+    path = tmp_path / "generation_config.json"
+    rules = {"forced_bos_token_id": 0, "forced_eos_token_id": model_zoo.EOS_ID}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rules))
+    regex = "[a-z]{3,5}"
+    form = {"regex": regex}
+    with load(tmp_path) as llm:
+        for n in (1, 3):
+            whole, cut = (
+                SamplingParams(n=n, temperature=n - 1, max_tokens=most, structured=form)
+                for most in (8, 2)
+            )
+            [got], [short] = (llm.generate([inputs()[1]], each) for each in (whole, cut))
+            assert all(re.fullmatch(regex, each.text) for each in got.outputs)
+            assert {each.finish_reason for each in got.outputs} == {"stop"}
+            unfinished = [each for each in short.outputs if not re.fullmatch(regex, each.text)]
+            assert unfinished or n > 1
+            assert {each.finish_reason for each in unfinished} <= {"length"}
+        beams = BeamSearchParams(3, max_tokens=8, structured=form)
+        [found] = llm.beam_search([inputs()[1]], beams)
+        assert all(re.fullmatch(regex, each.text) for each in found.outputs)
+
+
+def test_a_decoder_s_cached_tokens_are_none_of_the_prompt_s() -> None:
+    prompt, start = inputs()[1], [START, *model_zoo.random_token_ids(40)]
+    with load("bart") as llm:
+        found = [
+            llm.generate([{"prompt": prompt, "decoder_input_ids": start}], GREEDY)[0]
+            for _ in range(2)
+        ]
+    assert [each.num_cached_tokens for each in found] == [0, len(prompt)]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

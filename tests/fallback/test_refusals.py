@@ -18,16 +18,21 @@ import model_zoo
 from fallback.shrunken import shrunken_config
 from fallback.sweep import prompts, write_reference
 from octavo import LLM, SamplingParams
+from octavo.config import ModelImpl
 from octavo.errors import ConfigError, ModelError
 from octavo.models import registry
 from octavo.models.fallback import paged, recording
+from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
+
+CPU = torch.device("cpu")
 
 
-def refused(directory: Path, model_type: str, **fields: Any) -> str:
+def refused(directory: Path, model_type: str, impl: ModelImpl = "auto", **fields: Any) -> str:
     shrunken_config(model_type, **fields).save_pretrained(directory)
     with pytest.raises(ModelError) as error:
-        read_model_config(directory)
+        read_model_config(directory, impl)
     assert str(directory / "config.json") in str(error.value)
     return str(error.value)
 
@@ -130,6 +135,21 @@ def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Pat
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     with pytest.raises(ModelError, match=r"config\.json"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_without_a_key_are_refused(window: int, tmp_path: Path) -> None:
+    assert f"attends with a window of {window}" in refused(
+        tmp_path, "gpt_oss", impl="transformers", sliding_window=window
+    )
+
+
+def test_modules_that_cannot_set_their_buffers_are_refused(tmp_path: Path) -> None:
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "initializer_range": -0.02}))
+    with pytest.raises(ModelError, match="cannot be made from these fields"):
+        load_model(read_model_config(tmp_path), torch.float32, CPU, SingleRank(), "dummy")
 
 
 def test_without_transformers_the_message_says_what_to_install(

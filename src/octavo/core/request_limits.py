@@ -51,13 +51,15 @@ class RequestLimits:
         self._check_encoder_input(request)
         needed, available = self.worst_case_blocks(request), self.num_available_blocks()
         if needed > available:
-            unpinned = "" if available == self._kv.pool.num_blocks else " that no prefix is pinned in"
+            unpinned = (
+                "" if available == self._kv.pool.num_blocks else " that no prefix is pinned in"
+            )
             raise RequestTooLong(
                 "max_tokens",
                 f"{method.max_sequences} sequence(s) of up to {method.max_length} tokens"
                 f"{_beside(request)} need {needed} KV blocks of {self._kv.block_size} tokens, but "
-                f"the pool has {available}{unpinned}; lower max_tokens, n or the beam width, or enlarge the "
-                "KV cache",
+                f"the pool has {available}{unpinned}; lower max_tokens, n or the beam width, or "
+                "enlarge the KV cache",
             )
         if _keeps_blocks(request):
             self._check_leaves_room(request, available - needed, leave)

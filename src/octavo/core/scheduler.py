@@ -531,7 +531,9 @@ class Scheduler:
         if changes is None:
             return Admission.NO_ROOM
         if request.num_preemptions == 0:
-            request.num_cached_tokens = hit.num_found_tokens
+            # Of the prompt, which of a model with an encoder is the encoder's input.
+            has_encoder = bool(request.encoder_token_ids)
+            request.num_cached_tokens = hit.num_encoder_tokens if has_encoder else hit.num_tokens
         request.refused_with_free = None
         self._start(request, builder)
         builder.open(leader)

@@ -429,11 +429,11 @@ class Room:
         return cls(context_len, f"do not fit into a context of {context_len} tokens")
 
     @classmethod
-    def of_encoder(cls, num_tokens: int) -> Room:
-        """In a model's encoder."""
-        return cls(
-            num_tokens, f"are too many for the model's encoder, which takes {num_tokens} tokens"
-        )
+    def of_encoder(cls, num_tokens: int, is_of_steps: bool) -> Room:
+        """In a model's encoder, or as many of those as a step takes."""
+        why = " in a step (max_num_batched_tokens)" if is_of_steps else ""
+        excess = f"are too many for the model's encoder, which takes {num_tokens} tokens{why}"
+        return cls(num_tokens, excess)
 
     def check(self, field: str, num_tokens: int) -> None:
         """Raises RequestTooLong if there is no room for `num_tokens`."""

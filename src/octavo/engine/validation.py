@@ -29,6 +29,7 @@ from octavo.sampling_params import (
     valid_text,
 )
 from octavo.structured.guidance import Guidance
+from octavo.structured.output import StructuredOutput
 
 MAX_CACHE_SALT = 4_096  # characters
 MAX_TENANT = 256  # characters
@@ -149,6 +150,7 @@ class RequestPreparer:
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
         self._tokenizer = tokenizer
         self._max_logprobs = config.max_logprobs
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         if check_grammar is None:
             # Only for this check: the worker has a library of its own.
             check_grammar = Guidance(
@@ -193,6 +195,10 @@ class RequestPreparer:
             token_ids = self._decoder_start(decoder_input_ids, max_model_len)
         elif decoder_input_ids is not None:
             raise InvalidRequest("decoder_input_ids", "the model has no encoder")
+        forced = self._forced_before_form(params, len(token_ids))
+        if forced:
+            token_ids = token_ids + forced
+            Room.before_output(max_model_len).check("prompt", len(token_ids))
         num_left = max_model_len - len(token_ids)
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
@@ -275,11 +281,11 @@ class RequestPreparer:
         return self._model_config.encoder is not None
 
     def room(self, max_model_len: int) -> Room:
-        """How many tokens a prompt may have. Only the engine knows whether one of its steps can
-        take all of an encoder's input."""
+        """How many tokens a prompt may have."""
         encoder = self._model_config.encoder
         if encoder is not None:
-            return Room.of_encoder(encoder.max_model_len)
+            most = self._model_config.longest_encoder_input(self._max_num_batched_tokens)
+            return Room.of_encoder(most, is_of_steps=most < encoder.max_model_len)
         return Room.before_output(max_model_len)
 
     def whole_blocks(
@@ -342,11 +348,23 @@ class RequestPreparer:
             room.check(field, len(token_ids))
         return token_ids
 
+    def _forced_before_form(
+        self, params: SamplingParams | BeamSearchParams, num_tokens: int
+    ) -> list[int]:
+        """The token that the model would force first, if a form begins after it."""
+        token_id = self._model_config.decoding_rules.first_token_id
+        structured = params.structured
+        if token_id is None or structured is None or num_tokens > 1:
+            return []
+        assert isinstance(structured, StructuredOutput), "__post_init__ makes it one"
+        return [] if structured.begun else [token_id]
+
     def _with_rules(self, spec: SamplingSpec, num_tokens: int, max_tokens: int) -> SamplingSpec:
         """The parameters with what the model demands of every request: forced tokens, repeated
         n-grams and bad words. The sequence starts with `num_tokens`.
 
-        The first token is forced only after a single one, as in transformers.
+        The first token is forced only after a single one, as in transformers. The last one is not
+        forced where a form would not be complete, so that it is cut off, and said to be.
         """
         rules = self._model_config.decoding_rules
         if rules == DecodingRules():
@@ -354,7 +372,7 @@ class RequestPreparer:
         forced = []
         if rules.first_token_id is not None and num_tokens == 1:
             forced.append((0, rules.first_token_id))
-        if rules.last_token_id is not None:
+        if rules.last_token_id is not None and spec.grammar is None:
             forced.append((max_tokens - 1, rules.last_token_id))
         return replace(
             spec,

@@ -48,7 +48,8 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     """
     samples = config.flag("do_sample", False)
     for name, harmless in (UNSERVED | (UNSERVED_OF_SAMPLING if samples else {})).items():
-        config.refuse(name, harmless)
+        if config.get(name, harmless) != harmless:  # in any family, and through transformers
+            raise config.error(name, "octavo does not implement this option")
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
         size = config.count("no_repeat_ngram_size", limit=1 << 20)

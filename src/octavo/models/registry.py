@@ -11,7 +11,7 @@ from typing import Any
 from octavo.config import ModelImpl, QuantizationName
 from octavo.errors import ConfigError, InvalidRequest, ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
-from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
+from octavo.models.config import ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.tested import read_tested
@@ -128,6 +128,12 @@ def _read_native(source: ModelSource) -> ModelConfig:
         if name not in family.options:
             text.refuse(name, harmless)
     description = _as_stored(family.read(text), family, source)
+    has_encoder = description.encoder is not None
+    if config.flag("is_encoder_decoder", has_encoder) != has_encoder:
+        expected = "have an" if has_encoder else "have no"
+        raise config.error(
+            "is_encoder_decoder", f"models of {family.model_type} {expected} encoder"
+        )
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
     return ModelConfig(
@@ -147,8 +153,10 @@ def _read_native(source: ModelSource) -> ModelConfig:
             else _decoder_start(config, generation, family, description.vocab_size)
         ),
         eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
-        sampling_defaults=_sampling_defaults(generation),
-        decoding_rules=_decoding_rules(config, generation, description.vocab_size),
+        sampling_defaults=_sampling_defaults(_of_generation(config, generation)),
+        decoding_rules=read_decoding_rules(
+            _of_generation(config, generation), description.vocab_size
+        ),
     )
 
 
@@ -224,8 +232,10 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         dtype=_dtype(config),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
-        sampling_defaults=_sampling_defaults(generation),
-        decoding_rules=_decoding_rules(config, generation, reading.description.vocab_size),
+        sampling_defaults=_sampling_defaults(_of_generation(config, generation)),
+        decoding_rules=read_decoding_rules(
+            _of_generation(config, generation), reading.description.vocab_size
+        ),
         parameters=reading.parameters,
         table_width=reading.table_width,
         projections=reading.projections,
@@ -271,9 +281,10 @@ def _decoder_start(config: Fields, generation: Fields, family: Family, vocab_siz
     return token_id
 
 
-def _decoding_rules(config: Fields, generation: Fields, vocab_size: int) -> DecodingRules:
-    """From generation_config.json; older models without one have them in config.json."""
-    return read_decoding_rules(generation if generation.where else config, vocab_size)
+def _of_generation(config: Fields, generation: Fields) -> Fields:
+    """What says how to generate: generation_config.json; older models without one have it in
+    config.json."""
+    return generation if generation.where else config
 
 
 def _sampling_defaults(generation: Fields) -> dict[str, Any]:

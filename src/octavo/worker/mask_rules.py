@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.step import SamplingSpec, ThinkingSpec
-from octavo.structured.constraint import Words, clear_bits, set_bits
+from octavo.structured.constraint import Words, clear_bits, set_bits, words_of
 
 Int32s = NDArray[np.int32]
 
@@ -45,13 +45,19 @@ def mask_follows_text(spec: SamplingSpec) -> bool:
 
 
 def apply_rules(
-    words: Words, spec: SamplingSpec, allowed: Words | None, text: Int32s, num_prompt: int
+    words: Words,
+    spec: SamplingSpec,
+    allowed: Words | None,
+    bad_words: BadWords,
+    text: Int32s,
+    num_prompt: int,
 ) -> None:
     """Take out of a mask what a row's rules forbid.
 
     Args:
         words: [num_words].
         allowed: the words of `spec.allowed_token_ids`.
+        bad_words: of `spec`.
         text: the tokens so far, of which `num_prompt` are the prompt.
     """
     output = text[num_prompt:]
@@ -59,11 +65,11 @@ def apply_rules(
         words &= allowed
     if len(output) < spec.min_tokens:
         _take_out(words, spec.end_token_ids, gives_way=spec.grammar is not None)
-    bad = endings(spec.bad_words).at(output) + endings(spec.bad_sequences).at(text)
+    bad = bad_words.of_output.at(output) + bad_words.of_text.at(text)
     if spec.no_repeat_ngram_size:
         bad += repeating(text, spec.no_repeat_ngram_size)
-    if bad:
-        _take_out(words, bad)
+    if bad or bad_words.others is not None:
+        _take_out(words, bad, others=bad_words.others)
     ending = end_of_thinking(spec.thinking, output)
     if ending is not None:
         _allow_only(words, ending)
@@ -77,10 +83,14 @@ def _allow_only(words: Words, token_id: int) -> None:
     set_bits(words, [token_id])
 
 
-def _take_out(words: Words, token_ids: Sequence[int], gives_way: bool = True) -> None:
-    """Clear the bits of some tokens."""
+def _take_out(
+    words: Words, token_ids: Sequence[int], gives_way: bool = True, others: Words | None = None
+) -> None:
+    """Clear the bits of some tokens, and of all but `others`."""
     before = words.copy() if gives_way else None
     clear_bits(words, token_ids)
+    if others is not None:
+        words &= others
     if before is not None and not words.any():
         words[:] = before
 
@@ -117,10 +127,30 @@ class Endings:
         return found
 
 
-@lru_cache(maxsize=256)  # most requests have none, or those of the model
-def endings(words: tuple[tuple[int, ...], ...]) -> Endings:
-    """See Endings."""
-    return Endings(words)
+class BadWords:
+    """The words that must not occur in an output, and those that must not in a text with its
+    prompt. Of those that are single tokens, which may be most of the vocabulary, there is a mask:
+    they are forbidden at every token.
+
+    Attributes:
+        others: [num_words], the tokens that are no such word; None: all.
+    """
+
+    def __init__(
+        self,
+        of_output: tuple[tuple[int, ...], ...],
+        of_text: tuple[tuple[int, ...], ...],
+        vocab_size: int,
+    ) -> None:
+        self.of_output, self.of_text = (
+            Endings([word for word in words if len(word) > 1]) for words in (of_output, of_text)
+        )
+        tokens = [word[0] for word in of_output + of_text if len(word) == 1]
+        self.others = ~words_of(tokens, vocab_size) if tokens else None
+
+
+# Most requests have none, or those of the model.
+bad_words_of = lru_cache(maxsize=256)(BadWords)
 
 
 def end_of_thinking(spec: ThinkingSpec | None, output: Int32s) -> int | None:

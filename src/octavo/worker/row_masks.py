@@ -34,7 +34,14 @@ from octavo.structured.constraint import (
     set_bits,
     words_of,
 )
-from octavo.worker.mask_rules import apply_rules, has_first_masks, has_mask, nothing_left
+from octavo.worker.mask_rules import (
+    BadWords,
+    apply_rules,
+    bad_words_of,
+    has_first_masks,
+    has_mask,
+    nothing_left,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +93,7 @@ class _State:
 
     spec: SamplingSpec
     allowed: Words | None
+    bad_words: BadWords
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
     # The mask of the constraint as it is, if it was started apart from others, and its place there.
@@ -356,7 +364,8 @@ class RowMasks:
         words = spec.bad_words or spec.bad_sequences or spec.no_repeat_ngram_size
         other = words or spec.thinking or spec.forced_tokens or spec.min_tokens
         has_rules = bool(other or compiled is None or allowed is not None)
-        self._reset(row, _State(spec, allowed, compiled), has_rules)
+        bad_words = bad_words_of(spec.bad_words, spec.bad_sequences, self._vocab_size)
+        self._reset(row, _State(spec, allowed, bad_words, compiled), has_rules)
 
     def _reset(self, row: int, state: _State | None, has_rules: bool) -> None:
         self._states[row] = state
@@ -377,7 +386,7 @@ class RowMasks:
         if state is None:
             self._reset(child, None, False)
             return
-        copy = _State(state.spec, state.allowed, state.compiled)
+        copy = _State(state.spec, state.allowed, state.bad_words, state.compiled)
         self._reset(child, copy, bool(self._has_rules[parent]))
         if state.constraint is not None and not state.is_late:  # else the copy makes its own
             self._settle(parent, state)
@@ -611,8 +620,8 @@ class RowMasks:
                 continue
             num_prompt = int(rows.num_prompt_tokens[place])
             text = token_ids[rows.rows[place], : rows.num_tokens[place]]
-            spec, allowed = states[place].spec, states[place].allowed
-            apply_rules(words[place], spec, allowed, text, num_prompt)
+            state = states[place]
+            apply_rules(words[place], state.spec, state.allowed, state.bad_words, text, num_prompt)
         # Nearly every mask has a token in its first words: the others are looked at as a whole.
         suspects = np.flatnonzero(~words[:, :FIRST_WORDS].any(axis=1))
         for place in suspects[~words[suspects].any(axis=1)].tolist():

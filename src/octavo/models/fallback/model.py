@@ -58,7 +58,13 @@ class TransformersLM(CausalLM):
         parameters = built.model.state_dict(keep_vars=True)
         checkpoint = TransformersCheckpoint(built.model)
         with torch.device("cpu"):
-            _fill_buffers(built.model)
+            try:
+                _fill_buffers(built.model)
+            except Exception as error:  # whatever modules raise for fields that do not fit
+                raise ModelError(
+                    f"{config.path}: {config.architecture} cannot be made from these fields "
+                    f"({type(error).__name__}: {error})"
+                ) from error
             rotaries = {
                 module: Rotary(module, kinds, config.max_model_len)
                 for module, kinds in recording.rotaries.items()

@@ -298,6 +298,8 @@ class _Recorder:
         self, module: nn.Module, path: str, mask: Tensor | None, arguments: dict[str, Any]
     ) -> int | None:
         window = arguments.get("sliding_window")
+        if window is not None and int(window) < 1:
+            raise Unserved(f"{path} attends with a window of {window} tokens")
         if mask is None:
             is_causal = arguments.get("is_causal")
             if is_causal is None:
