@@ -140,6 +140,7 @@ def test_no_weights_are_fetched_for_a_hub_id(
         (["--device-memory", "20GiB"], 1, "error: a KV cache of one block does not fit"),
         (["--device-memory", "40GiB", "--num-blocks", "99999"], 1, "num_blocks from 1 to 12"),
         (["--device-memory", "0"], 1, "error: device_memory: 0 bytes is not positive"),
+        (["--gpu", "h200", "--device-memory", "0"], 1, "device_memory: 0 bytes is not positive"),
         (["--device-memory", "much"], 2, "'much' is not a size"),
         (["--lengths", "12,x"], 2, "'12,x' is not a list of positive integers"),
         (["--max-model-len", "4096"], 1, "error: max_model_len: 4096 is more than the 2048"),

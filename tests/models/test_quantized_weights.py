@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ from torch import Tensor
 from model_zoo import model_directory
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
+from octavo.json_fields import Fields
 from octavo.layers.base import WeightSlot
 from octavo.layers.linear import QuantizedLinear, warn_once
 from octavo.models.dequantize import _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
+from octavo.models.quantization import read_quantization
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.quantized import GroupedInt, ScaledFloat8
@@ -422,6 +425,31 @@ def replaced(name: str, tensor: Tensor) -> Change:
             replaced("weight_packed", torch.ones(64, 16)),
             r"weight_packed is torch.flo",
         ),
+        (
+            "packed_int8",  # which has been cut off before
+            replaced("weight_packed", torch.ones(64, 33, dtype=torch.int32)),
+            r"weight_packed has shape \[64, 33\]; 8-bit weights \[64, 128\] take \[64, 32\]",
+        ),
+        (
+            "fp8_channel",
+            replaced("weight_scale", torch.ones(8, 8)),
+            r"k_proj\.weight_scale has shape \[8, 8\] for 64 outputs",
+        ),
+        (
+            "fp8_channel",
+            replaced("weight_zero_point", torch.tensor([0, 3, 0])),
+            r"k_proj\.weight_zero_point is not 0 at \[1\]",
+        ),
+        (
+            "awq",
+            replaced("scales", torch.ones(4, 64).to(torch.float8_e4m3fn)),
+            r"k_proj\.scales is torch\.float8_e4m3fn .*16 bits",
+        ),
+        (
+            "gptq",
+            replaced("g_idx", torch.zeros(128, dtype=torch.uint16)),
+            r"k_proj\.g_idx is torch\.uint16 \[128\]; it must be integers",
+        ),
         ("awq", removed("scales"), r"k_proj\.qweight is there, but not .*k_proj\.scales"),
         ("awq", replaced("scales", torch.ones(4, 63)), r"k_proj\.scales has shape \[4, 63\], not"),
         ("awq", replaced("qweight", torch.ones(4)), r"k_proj\.qweight is torch.float32 \[4\]; it"),
@@ -455,6 +483,31 @@ def replaced(name: str, tensor: Tensor) -> Change:
 def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         loaded(changed(tmp_path, name, change))
+
+
+def test_scales_that_are_powers_of_two_may_be_exponents(tmp_path: Path) -> None:
+    def rounded(tensors: dict[str, Tensor]) -> None:
+        scale = tensors[K_PROJ + "weight_scale"]
+        tensors[K_PROJ + "weight_scale"] = scale.log2().ceil().exp2().to(torch.float8_e8m0fnu)
+
+    weights = loaded(changed(tmp_path, "fp8_block", rounded))
+    assert len(weights) == PROJECTIONS
+
+
+def test_thousands_of_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the 512 that Python keeps."""
+    names = [f"model.layers.{i}.mlp.experts.{j}.down_proj" for i in range(8) for j in range(128)]
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    method["dynamic"] = {f"+:{re.escape(name)}$": {"bits": 8} for name in names[:600]}
+    method["modules_to_not_convert"] = [f"re:{re.escape(name)}$" for name in names[700:]]
+    quantization = read_quantization(Fields("config.json", {"quantization_config": method}))
+    assert quantization is not None
+    monkeypatch.setattr(re, "compile", None)
+    monkeypatch.setattr(re, "_compile", None)
+    own = [quantization.of_module(name) for name in names[::50]]
+    assert [each.num_bits for each in own if each is not None] == [8] * 12 + [4] * 9
+    is_ignored = [quantization.is_ignored(name) for name in names[::50]]
+    assert is_ignored == [False] * 14 + [True] * 7
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "torchao"])
@@ -600,6 +653,8 @@ def test_weights_that_config_json_says_are_dense_must_be(
     [
         ("gptq", {"group_size": 64}, r"has 6 groups for 192 inputs, .* group_size 64"),
         ("awq", {"group_size": 48}, r"has 6 groups for 192 inputs, .* group_size 48"),
+        # As many groups as there are, but of other inputs
+        ("awq", {"group_size": 36}, r"scales has \d groups for .*, which .* 36 does not divide"),
         ("gptq", {"desc_act": True}, None),
         ("gptq", {"bits": 8}, r"qzeros holds \[6, 64\] values, and scales \[6, 128\]"),
     ],

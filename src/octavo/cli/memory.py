@@ -86,8 +86,8 @@ def memory(
     a backend's padding of heads. With --tensor-parallel-size, all sizes are those of one device.
     """
     named = None if gpu is None else find_gpu(gpu)
-    if named is not None:
-        device_memory = device_memory or int(GPU_SHARE * named.memory)
+    if named is not None and device_memory is None:
+        device_memory = int(GPU_SHARE * named.memory)
     machine = Machine.of(model, device_memory, engine, named)
     forms = [] if named is None else list(machine.forms(named))
     choice = None if named is None else machine.choose()

@@ -26,6 +26,7 @@ from octavo.models.quantization import Quantization
 from octavo.ops.quantized import MX_BLOCK, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 
 Parts = Mapping[str, Tensor]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MX_NAN = 255  # an exponent of MXFP4 that stands for no number
 
 
@@ -208,6 +209,8 @@ def _float8(
             f"is {weight.dtype} {list(weight.shape)}; FP8 weights are torch.float8_e4m3fn in 2-D",
         )
     _check_no_nan(weight, weight_name)
+    if scale.dtype == torch.float8_e8m0fnu:  # powers of two
+        scale = scale.float()
     _check_scales(scale, scale_name, "positive")
     sizes, scale = (weight.shape[0], weight.shape[1]), scale.float()
     block = quantization.block
@@ -234,19 +237,20 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         kinds = {torch.float8_e4m3fn: "float8", torch.int8: "int"}
         kind = quantization.form or kinds.get(parts["weight"].dtype)
         if kind == "float8":
+            _check_no_zeros(parts, "weight_zero_point")
             return _float8(parts, "weight", "weight_scale", quantization)
         return _whole_bytes(parts, ("weight", "weight_scale", "weight_zero_point"), quantization)
     packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
     if "weight_shape" not in parts:
         raise FormatError("weight_shape", "is not there, and packed weights need it")
     rows, columns = _two_sizes(parts["weight_shape"])
-    values = _unpacked(packed, bits)[:, :columns]
-    if tuple(values.shape) != (rows, columns):
+    if tuple(packed.shape) != (rows, -(-columns * bits // 32)):
         raise FormatError(
             "weight_packed",
             f"has shape {list(packed.shape)}; {bits}-bit weights [{rows}, {columns}] take "
             f"[{rows}, {-(-columns * bits // 32)}]",
         )
+    values = _unpacked(packed, bits)[:, :columns]
     zeros = None
     if "weight_zero_point" in parts:
         packed_zeros = _int32(parts, "weight_zero_point")
@@ -389,7 +393,7 @@ def _whole_bytes(
 
 def _int8_zeros(zeros: Tensor, name: str) -> Tensor:
     """Zero points of int8 as those of the values plus 128."""
-    if zeros.is_floating_point() or zeros.is_complex() or zeros.dtype == torch.bool:
+    if zeros.dtype not in _INTEGERS:
         raise FormatError(name, f"is {zeros.dtype}; zero points are integers")
     wrong = (zeros < -128) | (zeros > 127)
     if wrong.any():
@@ -410,7 +414,7 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
         offset = float(state.get("nested_offset", 0.0))
         if min(shape) < 1 or len(shape) != 2 or block_size < 1 or nested < 0:
             raise ValueError(f"sizes {shape}, blocks of {block_size}, of which {nested} share one")
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(states[0], f"cannot be read: {error}") from error
     scale, table = parts["weight.absmax"], parts["weight.quant_map"]
     _check_table(table, "weight.quant_map", 16)
@@ -428,7 +432,7 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
                 "weight.nested_absmax",
                 f"has {outer.numel()} values for {len(scale)} scales, of which {nested} share one",
             )
-        outer = outer.flatten().repeat_interleave(nested)[: len(scale)]
+        outer = outer.flatten().repeat_interleave(min(nested, len(scale)))[: len(scale)]
         scale = inner[scale.long()] * outer + offset
     _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
     scale = scale.flatten().float()
@@ -540,7 +544,7 @@ def _int32(parts: Parts, name: str) -> Tensor:
 
 
 def _two_sizes(shape: Tensor) -> tuple[int, int]:
-    if shape.numel() != 2 or shape.is_floating_point():
+    if shape.numel() != 2 or shape.dtype not in _INTEGERS:
         raise FormatError(
             "weight_shape", f"is {shape.dtype} {list(shape.shape)}; it must be 2 integers"
         )
@@ -568,11 +572,17 @@ def _check_groups(
             f"has {num_groups} groups for {num_inputs} inputs, but config.json says group_size "
             f"{size}",
         )
+    if size is not None and num_groups > 1 and num_inputs % size and not has_index:
+        raise FormatError(
+            name,
+            f"has {num_groups} groups for {num_inputs} inputs, which config.json's group_size "
+            f"{size} does not divide",
+        )
 
 
 def _check_index(groups: Tensor, num_inputs: int, num_groups: int, name: str) -> None:
     """Raise FormatError unless each input belongs to one of the groups."""
-    if groups.is_floating_point() or groups.shape != (num_inputs,):
+    if groups.dtype not in _INTEGERS or groups.shape != (num_inputs,):
         raise FormatError(
             name, f"is {groups.dtype} {list(groups.shape)}; it must be integers [{num_inputs}]"
         )
@@ -587,7 +597,8 @@ def _check_index(groups: Tensor, num_inputs: int, num_groups: int, name: str) ->
 def _per_row(scale: Tensor, num_rows: int, name: str, has_rows: bool | None = None) -> Tensor:
     """A scale per tensor or per row, [1, 1] or [out_features, 1]; has_rows: which of them."""
     numbers = {None: (1, num_rows), False: (1,), True: (num_rows,)}
-    if scale.numel() not in numbers[has_rows]:
+    is_list = sum(size > 1 for size in scale.shape) <= 1
+    if scale.numel() not in numbers[has_rows] or not is_list:
         kinds = {None: "one per output, or one", False: "one", True: "one per output"}
         raise FormatError(
             name, f"has shape {list(scale.shape)} for {num_rows} outputs: {kinds[has_rows]}"
@@ -600,9 +611,11 @@ def _check_scales(
 ) -> None:
     """Raise FormatError unless all scales are finite, and of that sign; some quantizers of integers
     write negative ones."""
-    if not scale.is_floating_point() or not scale.numel():
+    if not scale.is_floating_point() or scale.element_size() < 2 or not scale.numel():
         kind = f"{scale.dtype} {list(scale.shape)}"
-        raise FormatError(name, f"is {kind}; scales are floating-point numbers, one or more")
+        raise FormatError(
+            name, f"is {kind}; scales are floating-point numbers of 16 bits or more, one or more"
+        )
     wide = scale.float()
     if sign == "not zero":
         wide = wide.abs()
@@ -614,6 +627,12 @@ def _check_scales(
         raise FormatError(
             name, f"has {float(scale[tuple(index)]):g} at {index}; scales are finite and {sign}"
         )
+
+
+def _check_no_zeros(parts: Parts, name: str) -> None:
+    """Raise FormatError if there are zero points other than 0."""
+    if name in parts and bool((wrong := parts[name].to(torch.float32) != 0).any()):
+        raise FormatError(name, f"is not 0 at {_first(wrong)}, and FP8 weights have no zero points")
 
 
 def _check_no_nan(weight: Tensor, name: str) -> None:
@@ -630,7 +649,8 @@ def _check_no_nan(weight: Tensor, name: str) -> None:
 
 def _check_table(table: Tensor, name: str, size: int) -> None:
     """Raise FormatError unless it has that many finite numbers."""
-    if not table.is_floating_point() or table.shape != (size,):
+    is_number = table.is_floating_point() and table.element_size() >= 2
+    if not is_number or table.shape != (size,):
         kind = f"{table.dtype} {list(table.shape)}"
         raise FormatError(name, f"is {kind}; it must be floating-point numbers [{size}]")
     if not table.isfinite().all():

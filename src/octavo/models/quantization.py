@@ -37,10 +37,48 @@ ALL_KEPT = KeptParts(True, True)
 LINEAR = "Linear"  # what compressed-tensors calls all projections
 
 
+class ModuleNames(NamedTuple):
+    """What config.json says of which modules are meant. There may be one name for each of
+    thousands of experts, so patterns are compiled once."""
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()  # which a full name begins with
+
+    @classmethod
+    def read(cls, fields: Fields, field: str, given: Sequence[str]) -> ModuleNames:
+        """given: names, and "re:" with a pattern.
+
+        Raises:
+            ModelError: what should be a pattern is none; names `field`.
+        """
+        patterns = []
+        for each in given:
+            if each.startswith("re:"):
+                try:
+                    patterns.append(re.compile(each.removeprefix("re:")))
+                except re.error as error:
+                    reason = f"{each!r} is no regular expression: {error}"
+                    raise fields.error(field, reason) from error
+        names = frozenset(each for each in given if not each.startswith("re:"))
+        return cls(names, tuple(patterns))
+
+    def match(self, module: str) -> bool:
+        """Whether a pattern matches a module's full name."""
+        return any(pattern.match(module) for pattern in self.patterns)
+
+    def have_end_of(self, module: str) -> bool:
+        """Whether a name is a module's full name, or the end of it."""
+        parts = module.split(".")
+        return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
+
+
+NO_MODULES = ModuleNames()
+
+
 class Group(NamedTuple):
     """Modules that are stored in a way of their own."""
 
-    targets: tuple[str, ...]  # full names, "re:" and a pattern, or LINEAR
+    targets: ModuleNames  # full names, or LINEAR
     quantization: Quantization
 
 
@@ -63,8 +101,8 @@ class Quantization:
     has_row_scales: bool | None = None
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
-    # Modules that config.json says are not quantized: names, their ends, or "re:" and a pattern.
-    ignored: tuple[str, ...] = ()
+    # Modules that config.json says are not quantized, by their full names or the ends of those.
+    ignored: ModuleNames = NO_MODULES
     is_dense: bool = False  # all projections are plain, and only experts are quantized
     experts: Quantization | None = None  # how experts are stored; None: as projections are
     # Where not all modules are stored in the same way; else there are none.
@@ -82,22 +120,20 @@ class Quantization:
         """
         if not self.groups:
             return self
-        ranked = [
-            (rank, number)
-            for number, group in enumerate(self.groups)
-            for target in group.targets
-            if (rank := _rank(target, module)) is not None
-        ]
-        return self.groups[min(ranked)[1]].quantization if ranked else None
+        tests: tuple[Callable[[ModuleNames], bool], ...] = (
+            lambda targets: module in targets.names,
+            lambda targets: targets.match(module),
+            lambda targets: LINEAR in targets.names,
+        )
+        for is_of in tests:
+            for group in self.groups:
+                if is_of(group.targets):
+                    return group.quantization
+        return None
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
-        return any(
-            re.match(each.removeprefix("re:"), module) is not None
-            if each.startswith("re:")
-            else f".{module}".endswith(f".{each}")
-            for each in self.ignored
-        )
+        return self.ignored.have_end_of(module) or self.ignored.match(module)
 
     @property
     def weight_bytes(self) -> float | None:
@@ -135,13 +171,6 @@ class Quantization:
         return self.form == "mxfloat4" or (self.form == "int" and self.num_bits == 4)
 
 
-def _rank(target: str, module: str) -> int | None:
-    """How closely a target names a module, 0 the closest; None: not at all."""
-    if target.startswith("re:"):
-        return 1 if re.match(target.removeprefix("re:"), module) is not None else None
-    return 0 if target == module else 2 if target == LINEAR else None
-
-
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
 ON_LOAD: Mapping[QuantizationName, Quantization] = {
     "fp8": Quantization(ON_LOAD_METHOD, form="float8", quantizes_inputs=True),
@@ -172,21 +201,11 @@ def read_quantization(config: Fields) -> Quantization | None:
 IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
 
 
-def _ignored(fields: Fields) -> tuple[str, ...]:
+def _ignored(fields: Fields) -> ModuleNames:
     """Which modules are not quantized; quantizers have several names for the list."""
-    found = []
-    for name in IGNORED:
-        found += fields.names(name, [])
-        _check_patterns(fields, name, fields.names(name, []))
-    return tuple(found)
-
-
-def _check_patterns(fields: Fields, name: str, targets: Sequence[str]) -> None:
-    for each in targets:
-        try:
-            re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
-        except re.error as error:
-            raise fields.error(name, f"{each!r} is no regular expression: {error}") from error
+    found = [ModuleNames.read(fields, name, fields.names(name, [])) for name in IGNORED]
+    patterns = tuple(pattern for each in found for pattern in each.patterns)
+    return ModuleNames(frozenset[str]().union(*(each.names for each in found)), patterns)
 
 
 def _read_fp8(fields: Fields) -> Quantization:
@@ -225,8 +244,7 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
         # The format of all groups stands beside them; a group may have one of its own.
         where = group if group.get("format", None) is not None else fields
         if where.get("format", "dense") != "dense":
-            targets = tuple(group.names("targets", [LINEAR]))
-            _check_patterns(group, "targets", targets)
+            targets = ModuleNames.read(group, "targets", group.names("targets", [LINEAR]))
             found.append(Group(targets, _read_group(where, group)))
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
@@ -324,12 +342,12 @@ def _read_gptq(fields: Fields) -> Quantization:
     others = fields.part("dynamic", {})
     groups = []
     for name in others.values:
-        target = "re:" + name.removeprefix("+:").removeprefix("-:")
-        _check_patterns(fields, "dynamic", [target])
+        pattern = "re:" + name.removeprefix("+:").removeprefix("-:")
+        targets = ModuleNames.read(fields, "dynamic", [pattern])
         own = others.part(name, {})
         merged = Fields(own.where, fields.values | own.values)
-        groups.append(Group((target,), usual if name[:2] == "-:" else _read_gptq_fields(merged)))
-    return _of_groups([*groups, Group((LINEAR,), usual)])
+        groups.append(Group(targets, usual if name[:2] == "-:" else _read_gptq_fields(merged)))
+    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR})), usual)])
 
 
 def _read_gptq_fields(fields: Fields) -> Quantization:
