@@ -214,8 +214,13 @@ def test_decoder_input_ids_mean_nothing_without_an_encoder() -> None:
 def test_an_input_that_no_step_can_take_is_refused_before_it_is_queued(model: ModelConfig) -> None:
     client = make_client(model, max_num_batched_tokens=16)
     client.make_request([4] * 15, GREEDY)
-    with pytest.raises(RequestTooLong, match="16 tokens of encoder input and 1 of the decoder's"):
+    with pytest.raises(RequestTooLong, match=r"16 tokens .* which takes 15 tokens in a step"):
         client.make_request([4] * 16, GREEDY)
+    client = make_client(
+        model, max_num_batched_tokens=40, max_model_len=40, enable_chunked_prefill=False
+    )
+    with pytest.raises(RequestTooLong, match=r"39 tokens of encoder input and .* of the decoder's"):
+        client.make_request([4] * 39, GREEDY)
 
 
 def test_the_pool_must_hold_an_encoder_input_beside_the_sequence(model: ModelConfig) -> None:
