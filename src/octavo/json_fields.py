@@ -105,10 +105,13 @@ class Fields:
             raise self.error(name, f"but {alias}, which means the same, is {shown(other)}")
         return name
 
-    def refuse(self, name: str, harmless: Any) -> None:
-        """An option that octavo does not implement must have the value that turns it off."""
+    def refuse(self, name: str, harmless: Any, kind: type[ModelError] = UnservedOption) -> None:
+        """An option that octavo does not implement must have the value that turns it off.
+
+        kind: of the error; UnservedOption: only octavo's own family does not implement it.
+        """
         if self.get(name, harmless) != harmless:
-            raise UnservedOption(str(self.error(name, "octavo does not implement this option")))
+            raise kind(str(self.error(name, "octavo does not implement this option")))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """A token id or a list of them; () when absent."""

@@ -9,6 +9,7 @@ each request's own. Imports no torch.
 
 from __future__ import annotations
 
+from octavo.errors import ModelError
 from octavo.json_fields import Fields
 from octavo.models.config import DecodingRules
 
@@ -48,8 +49,7 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     """
     samples = config.flag("do_sample", False)
     for name, harmless in (UNSERVED | (UNSERVED_OF_SAMPLING if samples else {})).items():
-        if config.get(name, harmless) != harmless:  # in any family, and through transformers
-            raise config.error(name, "octavo does not implement this option")
+        config.refuse(name, harmless, ModelError)  # of models through transformers, too
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
         size = config.count("no_repeat_ngram_size", limit=1 << 20)

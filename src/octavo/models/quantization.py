@@ -41,8 +41,8 @@ class ModuleNames(NamedTuple):
     """What config.json says of which modules are meant. There may be one name for each of
     thousands of experts, so patterns are compiled once."""
 
-    names: frozenset[str] = frozenset()
-    patterns: tuple[re.Pattern[str], ...] = ()  # which a full name begins with
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]  # which a full name begins with
 
     @classmethod
     def read(cls, fields: Fields, field: str, given: Sequence[str]) -> ModuleNames:
@@ -72,9 +72,6 @@ class ModuleNames(NamedTuple):
         return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
 
 
-NO_MODULES = ModuleNames()
-
-
 class Group(NamedTuple):
     """Modules that are stored in a way of their own."""
 
@@ -102,7 +99,7 @@ class Quantization:
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
     # Modules that config.json says are not quantized, by their full names or the ends of those.
-    ignored: ModuleNames = NO_MODULES
+    ignored: tuple[ModuleNames, ...] = ()
     is_dense: bool = False  # all projections are plain, and only experts are quantized
     experts: Quantization | None = None  # how experts are stored; None: as projections are
     # Where not all modules are stored in the same way; else there are none.
@@ -133,7 +130,7 @@ class Quantization:
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
-        return self.ignored.have_end_of(module) or self.ignored.match(module)
+        return any(each.have_end_of(module) or each.match(module) for each in self.ignored)
 
     @property
     def weight_bytes(self) -> float | None:
@@ -201,11 +198,9 @@ def read_quantization(config: Fields) -> Quantization | None:
 IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
 
 
-def _ignored(fields: Fields) -> ModuleNames:
+def _ignored(fields: Fields) -> tuple[ModuleNames, ...]:
     """Which modules are not quantized; quantizers have several names for the list."""
-    found = [ModuleNames.read(fields, name, fields.names(name, [])) for name in IGNORED]
-    patterns = tuple(pattern for each in found for pattern in each.patterns)
-    return ModuleNames(frozenset[str]().union(*(each.names for each in found)), patterns)
+    return tuple(ModuleNames.read(fields, name, fields.names(name, [])) for name in IGNORED)
 
 
 def _read_fp8(fields: Fields) -> Quantization:
@@ -347,7 +342,7 @@ def _read_gptq(fields: Fields) -> Quantization:
         own = others.part(name, {})
         merged = Fields(own.where, fields.values | own.values)
         groups.append(Group(targets, usual if name[:2] == "-:" else _read_gptq_fields(merged)))
-    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR})), usual)])
+    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR}), ()), usual)])
 
 
 def _read_gptq_fields(fields: Fields) -> Quantization:

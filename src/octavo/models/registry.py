@@ -153,10 +153,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
             else _decoder_start(config, generation, family, description.vocab_size)
         ),
         eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
-        sampling_defaults=_sampling_defaults(_of_generation(config, generation)),
-        decoding_rules=read_decoding_rules(
-            _of_generation(config, generation), description.vocab_size
-        ),
+        **_of_output(config, generation, description.vocab_size),
     )
 
 
@@ -232,10 +229,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         dtype=_dtype(config),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
-        sampling_defaults=_sampling_defaults(_of_generation(config, generation)),
-        decoding_rules=read_decoding_rules(
-            _of_generation(config, generation), reading.description.vocab_size
-        ),
+        **_of_output(config, generation, reading.description.vocab_size),
         parameters=reading.parameters,
         table_width=reading.table_width,
         projections=reading.projections,
@@ -281,10 +275,14 @@ def _decoder_start(config: Fields, generation: Fields, family: Family, vocab_siz
     return token_id
 
 
-def _of_generation(config: Fields, generation: Fields) -> Fields:
-    """What says how to generate: generation_config.json; older models without one have it in
-    config.json."""
-    return generation if generation.where else config
+def _of_output(config: Fields, generation: Fields, vocab_size: int) -> dict[str, Any]:
+    """What a model's files say of its output, from generation_config.json; older models without one
+    have it in config.json."""
+    where = generation if generation.where else config
+    return {
+        "sampling_defaults": _sampling_defaults(where),
+        "decoding_rules": read_decoding_rules(where, vocab_size),
+    }
 
 
 def _sampling_defaults(generation: Fields) -> dict[str, Any]:

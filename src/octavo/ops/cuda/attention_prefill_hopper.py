@@ -174,8 +174,8 @@ def attend_on_hopper(
         query.stride(0),
         table.stride(0),
         block_rows,
-        scale,
-        cap,
+        scale if cap is None else cap,
+        None if cap is None else scale,
         num_items,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -478,23 +478,14 @@ def _next_unit(fields, queries_ready, turn):
 
 
 @gluon.jit
-def _capped(products, scale, cap):
-    """Dot products -> scores without their `_factor`, which waits for the exponent."""
+def _capped(products, inner):
+    """Dot products -> scores without their scale, which waits for the exponent."""
     scores = products
-    if cap is not None:
+    if inner is not None:
         scores = gl.inline_asm_elementwise(
-            TANH, "=f,f", [scores * scale], dtype=gl.float32, is_pure=True, pack=1
+            TANH, "=f,f", [scores * inner], dtype=gl.float32, is_pure=True, pack=1
         )
     return scores
-
-
-@gluon.jit
-def _factor(scale, cap):
-    """Of scores to powers of 2."""
-    factor = scale
-    if cap is not None:
-        factor = cap
-    return factor
 
 
 @gluon.jit
@@ -566,12 +557,13 @@ def _add_tiles(
         state: results without the tile before `start`, that tile's weights, and the scores and
             sums of `_weights`.
         step: number of the unit's first tile, of all that the program has had.
-        place: scale and cap, the unit's first key, and `position` and `last` of `_masked`.
+        place: `scale` and `inner` of the kernel, the unit's first key, and `position` and `last` of
+            `_masked`.
     """
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     acc, weights, top, total = state
-    scale, cap, begin, position, last = place
+    scale, inner, begin, position, last = place
     STAGES: gl.constexpr = keys_ready.shape[0]
     TILE: gl.constexpr = key_tiles.shape[1]
     IS_LAZY: gl.constexpr = key_tiles.shape[2] > _LEAST_LAZY
@@ -589,10 +581,10 @@ def _add_tiles(
         scores = warpgroup_mma_wait(1, deps=[scores])
         _barrier()
         mbarrier.arrive(keys_free.index(stage), count=1)
-        scores = _capped(scores, scale, cap)
+        scores = _capped(scores, inner)
         if MASKED:
             scores = _masked(scores, begin + i * TILE, position, last, WINDOW)
-        found, top, total, decay = _weights(scores, top, total, _factor(scale, cap), IS_LAZY)
+        found, top, total, decay = _weights(scores, top, total, scale, IS_LAZY)
         # The compiler would wait for the products first, and have nothing multiplied while weights
         # are computed. It moves nothing across this wait, which has ended.
         found = _in_order(found.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
@@ -624,7 +616,7 @@ def _attend(
     CAUSAL: gl.constexpr,
 ):
     """A partition that computes; `shared` is what both have."""
-    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, cap = shared
+    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, inner = shared
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     queries_ready, queries_free = query_barriers
@@ -669,13 +661,13 @@ def _attend(
             top = gl.maximum(gl.load(sinks + head * GROUP + own % GROUP), _LOWEST)
             total = total + 1.0
         stop = gl.minimum((seen_by_all - begin) // TILE, num_tiles)
-        scores = _capped(scores, scale, cap)
+        scores = _capped(scores, inner)
         if (stop < 1) | (WINDOW > 0):
             scores = _masked(scores, begin, positions, last, WINDOW)
-        found, top, total, _decay = _weights(scores, top, total, _factor(scale, cap), False)
+        found, top, total, _decay = _weights(scores, top, total, scale, False)
         acc = gl.zeros([_OWN_ROWS, HEAD_DIM], gl.float32, SUMS)
         state = (acc, gl.convert_layout(found.to(DTYPE), LEFT), top, total)
-        place = (scale, cap, begin, positions, last)
+        place = (scale, inner, begin, positions, last)
         start = gl.to_tensor(1)
         if WINDOW > 0:
             # Up to the first key that is in the window of all rows.
@@ -744,7 +736,7 @@ def prefill_hopper_kernel(
     table_stride,
     block_rows,
     scale,
-    cap,
+    inner,
     num_items,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -766,6 +758,8 @@ def prefill_hopper_kernel(
         cache: descriptor of boxes of [num_rows, HEAD_DIM]: of each block `block_rows` rows, of
             which the first ones are keys and values of the layer's heads.
         progress: see _progress.
+        scale, inner: of scores to powers of 2, and of products to the argument of tanh; None: there
+            is no cap.
         STAGES: tiles of keys, and of values, that are loaded ahead.
         BUFFERS: units whose queries are.
         HEADS: KV heads whose items are computed at the same time.
@@ -811,7 +805,7 @@ def prefill_hopper_kernel(
     tiles = (key_tiles, value_tiles)
     query_barriers = (queries_ready, queries_free)
     barriers = (keys_ready, keys_free, values_ready, values_free, last_ready)
-    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, cap)
+    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, inner)
     gl.warp_specialize(
         [
             (_attend, (shared, 0, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
