@@ -56,13 +56,14 @@ def install() -> None:
     driver.set_active(Hopper())
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         del warmup
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert_reduced_lanes_are_neighbours(self.__name__, kernel.asm["ttgir"])
         if self.__name__ in ALONE:
             assert_two_find_no_room(self.__name__, kernel.asm["ptx"])
         compiled[self.__name__] += 1
+        return kernel
 
     JITFunction.run = compile_only
 
@@ -150,6 +151,44 @@ def prompts_on_hopper() -> None:
         sinks = None if window is None else torch.zeros(2 * group)
         output = query.flatten(1)
         attend(query, cache, numbers, numbers[0], output, 0.1, cap, sinks, window, tile, is_causal)
+
+
+def clusters() -> None:
+    """attention_decode_cluster.py's kernel with heads of both sizes, groups of one and of many
+    heads, and all features."""
+    from attention_cases import UnitNorm, rotary_table
+
+    from octavo.ops.cuda.attention_decode_cluster import attend_in_clusters
+    from octavo.ops.cuda.attention_scores import KernelScores
+    from octavo.ops.cuda.kv_write import HeadChanges
+
+    for dim, block_size, group, rotary_dim, window in (
+        (128, 16, 8, 128, None),
+        (64, 48, 7, 24, 100),
+        (128, 8, 1, None, 1),
+    ):
+        query = torch.zeros(2, 2 * group, dim, dtype=torch.bfloat16)
+        key = torch.zeros(2, 2, dim, dtype=torch.bfloat16)
+        cache = torch.zeros(2, 2, 2, block_size, dim, dtype=torch.bfloat16)
+        numbers = torch.zeros(1, 8, dtype=torch.int32)
+        rotary, norm, cap, sinks = None, None, None, None
+        if rotary_dim is not None:
+            rotary = rotary_table(rotary_dim, interleaved=window is not None)
+            norm = UnitNorm(dim, torch.bfloat16, "cpu").weight, 1e-5
+        if window is not None:
+            cap, sinks = 2.0, torch.zeros(2 * group)
+        attend_in_clusters(
+            query,
+            key,
+            key,
+            cache,
+            numbers,
+            numbers[0],
+            query.flatten(1),
+            HeadChanges(rotary, norm, norm),
+            KernelScores(0.1, cap, None, sinks, None),
+            window,
+        )
 
 
 def encoders() -> None:
@@ -647,6 +686,7 @@ if __name__ == "__main__":
     experts()
     attention()
     prompts_on_hopper()
+    clusters()
     encoders()
     norms()
     projections()

@@ -2,21 +2,22 @@
 
 Only what the kernels of linear_hopper.py, linear_hopper_quantized.py, linear_hopper_persistent.py,
 linear_hopper_float12.py, linear_gemv_packed.py, linear_ring.py, linear_ring_float12.py,
-experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py, experts_one_float8.py and
-attention_prefill_hopper.py use.
+experts_hopper.py, experts_mx_hopper.py, experts_one_mx.py, experts_one_float8.py,
+attention_prefill_hopper.py and attention_decode_cluster.py use.
 Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
 neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
 threads, and wait for each other at the barriers in shared memory. Programs run one after the other,
-but for those that may wait for others, by adding 0 to a number in memory, or by a volatile load:
-then the next one begins.
+but for those that may wait for others, by adding 0 to a number in memory, by a volatile load, or
+for bytes from their cluster: then the next one begins.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from ptx_emulator import Words, carry_out
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
@@ -217,18 +219,91 @@ class Copies:
         bar[0].change(bar[1], 32 * _partition.num_warps, 0)
 
 
-def run(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+class Cluster:
+    """The shared memory of programs that write into each other's; addresses begin with a rank."""
+
+    RANK = 1 << 20  # bytes of each
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.octets: dict[int, NDArray[np.uint8]] = {}
+        self.missing: Counter[int] = Counter()  # bytes that have not come, of those that will
+        self.opened: Counter[int] = Counter()
+
+    def declare(self, rank: int, text: str) -> int:
+        (size,) = map(int, re.findall(r"\[(\d+)\]", text))
+        with self.changed:
+            # What has come already lies there; the rest are NaN.
+            self.octets.setdefault(rank, np.full(self.RANK, 255, np.uint8))
+            self.octets[rank] = self.octets[rank][:size]
+        return rank * self.RANK
+
+    def open(self, inbox: int, num_bytes: int) -> None:
+        with self.changed:
+            self.missing[inbox // self.RANK] += int(num_bytes)
+            self.opened[inbox // self.RANK] += 1
+
+    def write(self, values: Tensor, address: Tensor, inside: Tensor, vec: int, sends: bool) -> None:
+        """vec: so many elements that follow each other have addresses that do."""
+        first = address.reshape(-1, vec)[:, :1]
+        assert torch.equal(address.reshape(-1, vec), first + 4 * torch.arange(vec)), "vectors"
+        assert (first % (4 * vec) == 0).all(), "vectors lie where addresses are multiples"
+        octets = values.float().contiguous().numpy().view(np.uint8).reshape(-1, 4)
+        with self.changed:
+            for data, place, is_inside in zip(
+                octets, address.flatten().tolist(), inside.flatten().tolist(), strict=True
+            ):
+                if is_inside:
+                    rank, offset = divmod(place, self.RANK)
+                    memory = self.octets.setdefault(rank, np.full(self.RANK, 255, np.uint8))
+                    memory[offset : offset + 4] = data
+                    self.missing[rank] -= 4 * sends
+            self.changed.notify_all()
+
+    def read(self, address: Tensor) -> Tensor:
+        rank, offset = divmod(address.flatten().numpy(), self.RANK)
+        assert len(set(rank.tolist())) == 1, "a program reads its own memory"
+        data = self.octets[int(rank[0])][offset[:, None] + np.arange(4)]
+        assert data.shape[1] == 4
+        return block(torch.from_numpy(data.copy().view(np.float32)).view(address.shape))
+
+    def wait(self, inbox: int) -> None:
+        rank = inbox // self.RANK
+        assert self.opened[rank] == 1
+        with self.changed:
+            done = self.changed.wait_for(lambda: not self.missing[rank], PATIENCE)
+        assert done, f"{self.missing[rank]} bytes do not come"
+
+
+def launch_clusters(
+    kernel: JITFunction[Any], grid: tuple[int, ...], cluster: int, *args: Any, **constants: Any
+) -> None:
+    """In place of clusters.launch."""
+    run(kernel, (cluster * grid[0], *grid[1:]), *args, cluster=cluster, **constants)
+
+
+def run(
+    kernel: JITFunction[Any],
+    grid: tuple[int, ...],
+    *args: Any,
+    cluster: int = 1,
+    **constants: Any,
+) -> None:
     """Run a kernel's programs.
 
-    args: tensors for pointers, Descriptor for TMA. constants: its compile-time constants.
+    args: tensors for pointers, Descriptor for TMA. cluster: so many programs that follow each other
+    along the first axis are one. constants: the kernel's compile-time constants.
     """
+    clusters: defaultdict[tuple[int, ...], Cluster] = defaultdict(Cluster)
     num_warps = constants.pop("num_warps")
     given = [Pointer(each) if isinstance(each, Tensor) else each for each in args]
     with ThreadPoolExecutor(math.prod(grid)) as pool:
         running = []
         for program in product(*map(range, grid)):
             halts = threading.Event()
-            function = _Namespaces(program, grid, num_warps, halts).rebound(kernel)
+            own = clusters[program[0] // cluster, *program[1:]]
+            names = _Namespaces(program, grid, num_warps, halts, own, program[0] % cluster)
+            function = names.rebound(kernel)
             running.append(pool.submit(_carry_out, function, halts, given, constants))
             halts.wait()
         for each in running:
@@ -273,8 +348,10 @@ class _Namespaces:
         grid: tuple[int, ...],
         num_warps: int,
         halts: threading.Event,
+        cluster: Cluster,
+        rank: int,
     ) -> None:
-        """halts: set when the program waits for another one."""
+        """halts: set when the program waits for another one. cluster, rank: the program's."""
         barrier = SimpleNamespace(
             init=lambda bar, count: bar[0].expect_arrivals(bar[1], count),
             wait=lambda bar, parity, pred=True: bar[0].wait(bar[1], parity) if pred else None,
@@ -334,6 +411,8 @@ class _Namespaces:
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "_barrier": lambda: None,
             "_fetch_tile": _fetch,
+            **_in_cluster(cluster, rank, halts),
+            "_transposed": lambda x: x.unflatten(1, (-1, 8)).mT.flatten(1, 2),
         }
         self.globals: dict[int, dict[str, Any]] = {}
 
@@ -355,6 +434,38 @@ class _Namespaces:
                 own[name] = getattr(value, "value", value)
             own |= self.meanings | {"min": min}
         return self.globals[id(module)]
+
+
+def _in_cluster(cluster: Cluster, rank: int, halts: threading.Event) -> dict[str, Any]:
+    """What the functions of clusters.py do."""
+
+    def wait(inbox: int) -> None:
+        halts.set()
+        cluster.wait(inbox)
+
+    def of_rank(address: Any, ranks: Tensor) -> Tensor:
+        return torch.as_tensor(address) % Cluster.RANK + ranks * Cluster.RANK
+
+    def send_pair(x: Tensor, y: Tensor, address: Tensor, barrier: Tensor, inside: Tensor) -> None:
+        assert torch.equal(barrier // Cluster.RANK, address // Cluster.RANK)
+        pairs, places = torch.stack((x, y), -1), torch.stack((address, address + 4), -1)
+        cluster.write(pairs, places, torch.stack((inside, inside), -1), 2, True)
+
+    def send(x: Tensor, address: Tensor, barrier: Tensor, vec: int) -> None:
+        assert torch.equal(barrier // Cluster.RANK, address // Cluster.RANK)
+        cluster.write(x, address, torch.ones_like(address), vec, True)
+
+    return {
+        "declare_inbox": lambda text: cluster.declare(rank, text),
+        "open_inbox": cluster.open,
+        "wait_until_open": lambda: None,
+        "of_rank": of_rank,
+        "send": send,
+        "send_pair": send_pair,
+        "wait_for_bytes": wait,
+        "keep_own": lambda x, address, inside: cluster.write(x, address, inside, 4, False),
+        "read_own": lambda address, vec: cluster.read(address),
+    }
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers:
@@ -454,6 +565,7 @@ def _load(
     mask: Any = None,
     other: float = 0.0,
     cache_modifier: str = "",
+    eviction_policy: str = "",
     volatile: bool = False,
 ) -> Any:
     offset = torch.as_tensor(pointer.offset).as_subclass(Tensor)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gluon_emulator
 import numpy as np
 import pytest
 import torch
-from paged_cases import BOUND, NO_CHANGES, attend, distance, make_paged
+from paged_cases import BOUND, NO_CHANGES, Paged, attend, distance, make_paged
+from torch import Tensor
 
 from octavo.ops import ScoreFunction
+from octavo.ops.cuda import attention_decode_cluster
 from octavo.ops.cuda.attention_decode import (
     EMPTY,
     DecodeConfig,
@@ -16,6 +19,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_attention,
     decode_config,
 )
+from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, attend_in_clusters
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import ITEM_FIELDS as FIELDS
 from octavo.ops.cuda.attention_work_items import Sequences, decode_items
@@ -93,18 +97,88 @@ def test_decodes(device: torch.device) -> None:
                 assert window or (items[:, 6] > 1).any(), "no context is split"
                 for each in (room.means, room.sizes):
                     assert (each == EMPTY.value).all(), "the next kernel finds no results"
-                for token, row, context in zip(*seqs[:3], strict=True):
-                    if context == 0:
-                        assert (output[token] == 0).all()
-                        assert paged.slot(row, 0).isnan().all(), "nothing is written for padding"
-                        continue
-                    keys, values = paged.keys[row][:context], paged.values[row][:context]
-                    keys[-1], values[-1] = key[token], value[token]
-                    expected = attend(query[token][None], keys, values, context - 1, window)
-                    assert distance(output[token], expected[0]) < BOUND[dtype]
-                    written = paged.slot(row, context - 1)
-                    assert torch.equal(written, torch.stack((key[token], value[token]), 1))
-                    assert paged.slot(row, context).isnan().all()
+                check_decodes(paged, seqs, query, key, value, output, window)
+
+
+def check_decodes(
+    paged: Paged,
+    seqs: Sequences,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    window: int | None,
+    cap: float | None = None,
+) -> None:
+    """Each token attends to what is cached and to itself, and is cached; padding is zero."""
+    for token, row, context in zip(*seqs[:3], strict=True):
+        if context == 0:
+            assert (output[token] == 0).all()
+            assert paged.slot(row, 0).isnan().all(), "nothing is written for padding"
+            continue
+        keys, values = paged.keys[row][:context], paged.values[row][:context]
+        keys[-1], values[-1] = key[token], value[token]
+        expected = attend(query[token][None], keys, values, context - 1, window, cap)
+        assert distance(output[token], expected[0]) < BOUND[query.dtype]
+        written = paged.slot(row, context - 1)
+        assert torch.equal(written, torch.stack((key[token], value[token]), 1))
+        assert paged.slot(row, context).isnan().all()
+
+
+# The same, of heads that clusters take
+CLUSTER_CASES = {
+    "cpu": [(16, 1, 4, 128, None), (48, 1, 7, 64, 900)],
+    "cuda": [
+        (16, 1, 4, 128, None),
+        (16, 2, 8, 128, 3000),
+        (48, 2, 7, 64, 1500),
+        (8, 1, 1, 128, None),
+        (1, 1, 3, 128, None),
+        (256, 2, 5, 128, 100),
+        (16, 1, 2, 64, None),
+    ],
+}
+
+
+CLUSTER_DTYPES = {"cpu": [torch.bfloat16], "cuda": [torch.bfloat16, torch.float16]}
+
+
+def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of several tiles for each program, and beside padding."""
+    if device.type == "cpu":
+        monkeypatch.setattr(attention_decode_cluster, "launch", gluon_emulator.launch_clusters)
+    lengths = {"cpu": [1, 0, 1300], "cuda": [1, 0, 9000, 33]}[device.type]
+    contexts = np.array(lengths, np.int32)
+    num_seqs = len(contexts)
+    rows = np.random.default_rng(0).permutation(num_seqs).astype(np.int32)
+    seqs = Sequences(np.arange(num_seqs, dtype=np.int32)[::-1], rows, contexts, contexts * 0 + 1)
+    cached = [max(0, int(contexts[list(rows).index(row)]) - 1) for row in range(num_seqs)]
+    tile = ClusterConfig().tile
+    for block_size, kv_heads, group, dim, window in CLUSTER_CASES[device.type]:
+        for dtype in CLUSTER_DTYPES[device.type]:
+            assert attention_decode_cluster.takes(dtype, dim, group)
+            cap = None if window is None else 2.0
+            paged = make_paged(cached, max(contexts) + 40, block_size, kv_heads, dim, dtype, device)
+            fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).to(dtype).to(device)
+            query, key, value = fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
+            items = decode_items(
+                seqs, window, tile, tile_alignment(tile, block_size), None, 5
+            ).items
+            assert len(items) == 5
+            output = query.new_full((num_seqs, kv_heads * group * dim), torch.nan)
+            attend_in_clusters(
+                query,
+                key,
+                value,
+                paged.layer_cache,
+                paged.table,
+                torch.from_numpy(items.reshape(-1)).to(device),
+                output,
+                HeadChanges(*NO_CHANGES),
+                KernelScores.of(ScoreFunction(dim**-0.5, cap), device),
+                window,
+            )
+            check_decodes(paged, seqs, query, key, value, output, window, cap)
 
 
 @pytest.mark.parametrize(

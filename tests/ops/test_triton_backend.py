@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import gluon_emulator
 import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from attention_cases import Bench, Case, check_that_nan_stays_alone
+from attention_cases import Bench, Case, check_that_nan_stays_alone, some_scores
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +26,8 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.base import AttentionBackend
+from octavo.ops.cuda import attention_decode_cluster
+from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
 from octavo.ops.cuda.attention_prefill import prefill_config
@@ -107,6 +111,34 @@ def check(case: Case, device: str) -> None:
                 # A rotation that is contracted to FMAs may round to the neighbouring value.
                 ulp = torch.finfo(case.dtype).eps
                 torch.testing.assert_close(got.float(), expected.float(), rtol=ulp, atol=1e-5)
+
+
+# Sequences of no cached key, of few, and of several for each warp.
+FEW = ((0, 1), (15, 1), (150, 1))
+CLUSTER_CASES = [
+    Case(((400, 1),), 16, 1, 4, 128, rotary_dim=128, head_norm=True),
+    Case(FEW, 8, 2, 7, 64, window=30, rotary_dim=24, interleaved=True),
+    Case(FEW, 48, 1, 3, 128, rotary_dim=32, head_norm=True),
+    Case(((300, 1), (40, 1)), 16, 2, 1, 128),
+]
+
+
+@pytest.mark.skipif(GPU, reason="other tests run the kernel on the GPU")
+@pytest.mark.parametrize("features", [(), ("sinks",)])
+@pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: describe(case))
+def test_clusters(case: Case, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """attention_decode_cluster.py's kernel, carried out by the emulator."""
+    launches: list[object] = []
+
+    def launch(*args: Any, **options: Any) -> None:
+        launches.append(args[1])
+        gluon_emulator.launch_clusters(*args, **options)
+
+    monkeypatch.setattr(TritonBackend, "_is_for_clusters", lambda self, shape, device: True)
+    monkeypatch.setattr(attention_decode_cluster, "launch", launch)
+    case = replace(case, dtype=torch.bfloat16)
+    check(replace(case, scores=some_scores(case, *features)), "cpu")
+    assert launches
 
 
 def interpreted(case: Case) -> ParameterSet:

@@ -1,9 +1,10 @@
 """The GPU backend: Triton kernels that read the blocks in place.
 
-In each layer a step's decodes are one kernel, plus a cascade kernel where several of them share
-many keys; its prompts are two more (writing K and V to blocks, attention). `plan` lists the work
-items on the host (attention_work_items.py), and programs read them from device memory. The grid of
-a decode depends on the number of sequences alone, so a captured graph serves all context lengths.
+In each layer a step's decodes are one kernel (of clusters, if they are few, on Hopper GPUs), plus a
+cascade kernel where several of them share many keys; its prompts are two more (writing K and V to
+blocks, attention). `plan` lists the work items on the host (attention_work_items.py), and programs
+read them from device memory. The grid of a decode depends on the number of sequences alone, so a
+captured graph serves all context lengths.
 docs/performance.md has the measurements; docs/experiments.md and each kernel's module say what
 else was tried.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from octavo.ops.base import (
     RotaryTable,
     Staging,
 )
-from octavo.ops.cuda import attention_prefill_hopper
+from octavo.ops.cuda import attention_decode_cluster, attention_prefill_hopper
 from octavo.ops.cuda.attention_cascade import CascadeConfig, cascade_attention, cascade_config
 from octavo.ops.cuda.attention_decode import (
     MAX_PROGRAMS,
@@ -41,6 +43,12 @@ from octavo.ops.cuda.attention_decode import (
     can_round,
     decode_attention,
     decode_config,
+)
+from octavo.ops.cuda.attention_decode_cluster import (
+    MOST_KEYS,
+    MOST_PAIRS,
+    ClusterConfig,
+    attend_in_clusters,
 )
 from octavo.ops.cuda.attention_prefill import (
     HopperPrefillConfig,
@@ -152,6 +160,9 @@ class TritonBackend:
         self._hopper_shapes = {
             shape for shape in self._shapes if self._is_for_hopper(shape, kv_cache.device)
         }
+        self._cluster_shapes = {
+            shape for shape in self._shapes if self._is_for_clusters(shape, kv_cache.device)
+        }
         self._cascade_supports = {
             shape: support
             for shape in self._shapes
@@ -162,7 +173,7 @@ class TritonBackend:
         self._encoded: tuple[Tensor, Sequence[Tensor]] | None = None  # tokens, and block tables
         self._tables: list[Tensor] = []
         self._cascades: dict[_Shape, _CascadeLaunch] = {}
-        self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
+        self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig | ClusterConfig]] = {}
         self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig | HopperPrefillConfig]] = {}
 
     @staticmethod
@@ -207,25 +218,23 @@ class TritonBackend:
         for index, shape in enumerate(self._shapes):
             seqs, kv_heads = shape.keys_of(causal, encoded), shape.num_kv_heads
             work = self._cut_cascade(shape, seqs, cascade, num_padded)
-            config = decode_config(
-                *(self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads),
-                self._shared_memory,
-                self._is_fp8,
-            )
+            config = self._decode_config(shape, num_seqs * kv_heads, work is not None)
             alignment = tile_alignment(config.tile, shape.block_size)
-            at_once = config.splits_of_each(num_seqs, kv_heads, shape.group, shape.head_dim)
-            num_splits = config.num_splits(num_seqs, kv_heads, at_once)
+            splits: dict[str, Any] = {"num_splits": None}
+            if isinstance(config, DecodeConfig):
+                at_once = config.splits_of_each(num_seqs, kv_heads, shape.group, shape.head_dim)
+                splits["num_splits"] = config.num_splits(num_seqs, kv_heads, at_once)
+                splits["min_split"] = config.min_split
+                splits["at_once"] = at_once if config.is_early else None
             decodes = decode_items(
                 seqs,
                 shape.window,
                 config.tile,
                 alignment,
-                num_splits,
-                num_padded,
-                work,
+                num_padded=num_padded,
+                cascade=work,
                 is_causal=not shape.reads_encoder,
-                min_split=config.min_split,
-                at_once=at_once if config.is_early else None,
+                **splits,
             )
             max_splits = max(1, MAX_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS
@@ -234,6 +243,24 @@ class TritonBackend:
             if work is not None:
                 members = work.member_table(seqs, decodes.first_places)
                 self._stage_cascade(index, shape, work, members, staging)
+
+    def _decode_config(
+        self, shape: _Shape, num_pairs: int, has_cascade: bool
+    ) -> DecodeConfig | ClusterConfig:
+        """num_pairs: sequences times KV heads. has_cascade: partial results of a cascade may be
+        there, which clusters do not take.
+
+        A captured step keeps its kernels, so what counts is how long a sequence may become.
+        """
+        if shape in self._cluster_shapes and not has_cascade and num_pairs <= MOST_PAIRS:
+            longest = max(table.shape[1] for table in self._tables) * shape.block_size
+            if min(longest, shape.window or longest) <= MOST_KEYS:
+                return ClusterConfig()
+        return decode_config(
+            *(self._dtype, shape.head_dim, shape.group, num_pairs),
+            self._shared_memory,
+            self._is_fp8,
+        )
 
     def decode_items(self) -> list[DecodeItems]:
         return [
@@ -326,13 +353,25 @@ class TritonBackend:
             return False
         layers = [layer for layer in self._layers.values() if layer.shape == shape]
         are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)
-        need_distances = any(layer.scores.need_distances for layer in layers)
         takes = attention_prefill_hopper.takes
         return (
             are_rows
-            and not need_distances
+            and not self._need_distances(shape)
             and takes(self._dtype, shape.head_dim, shape.group, shape.block_size, shape.window)
         )
+
+    def _is_for_clusters(self, shape: _Shape, device: torch.device) -> bool:
+        """Whether attention_decode_cluster.py computes few decodes of layers of this shape."""
+        if not _is_on_hopper(device) or self._is_fp8:
+            return False
+        return attention_decode_cluster.takes(
+            self._dtype, shape.head_dim, shape.group
+        ) and not self._need_distances(shape)
+
+    def _need_distances(self, shape: _Shape) -> bool:
+        """Whether scores of any layer of this shape depend on how far a key is."""
+        layers = [layer for layer in self._layers.values() if layer.shape == shape]
+        return any(layer.scores.need_distances for layer in layers)
 
     def forward(
         self,
@@ -374,23 +413,8 @@ class TritonBackend:
                 spec.kv_scales,
             )
         if shape in self._decodes:
-            decodes, decode = self._decodes[shape]
-            decode_attention(
-                query,
-                key,
-                value,
-                cache,
-                table,
-                decodes,
-                self._scratch,
-                output if rounded is None else rounded,
-                changes,
-                layer.scores,
-                spec.window,
-                decode,
-                spec.kv_scales,
-                rounding,
-            )
+            target = output if rounded is None else rounded
+            self._attend_decodes(layer, query, key, value, target, changes, rounding)
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
             assert rounded is None, "`rounds` says so of decodes alone"
@@ -409,13 +433,46 @@ class TritonBackend:
             )
         return output
 
+    def _attend_decodes(
+        self,
+        layer: _Layer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | RoundedInputs,
+        changes: HeadChanges,
+        rounding: Rounding = Rounding.NONE,
+    ) -> None:
+        """Write K and V of the step's decodes, and their rows of `output`."""
+        items, config = self._decodes[layer.shape]
+        heads = query, key, value, layer.cache, self._tables[layer.group], items
+        window = layer.spec.window
+        if isinstance(config, ClusterConfig):
+            assert isinstance(output, Tensor), "`rounds` says so"
+            attend_in_clusters(*heads, output, changes, layer.scores, window)
+            return
+        decode_attention(
+            *heads,
+            self._scratch,
+            output,
+            changes,
+            layer.scores,
+            window,
+            config,
+            layer.spec.kv_scales,
+            rounding,
+        )
+
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:
         """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
         share a scale."""
         shape = self._layers[layer_id].shape
         if rounding is Rounding.NONE or shape not in self._decodes or shape in self._prefills:
             return False
-        return can_round(rounding, self._decodes[shape][1], shape.group, shape.head_dim)
+        config = self._decodes[shape][1]
+        if isinstance(config, ClusterConfig):  # a program has some columns of a head alone
+            return False
+        return can_round(rounding, config, shape.group, shape.head_dim)
 
     def forward_rounded(
         self,
@@ -457,21 +514,7 @@ class TritonBackend:
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._decodes:
             # The items name no new token, so that key and value are not read.
-            decode_attention(
-                query,
-                query,
-                query,
-                cache,
-                table,
-                self._decodes[shape][0],
-                self._scratch,
-                output,
-                _changes(None, None),
-                layer.scores,
-                None,
-                self._decodes[shape][1],
-                layer.spec.kv_scales,
-            )
+            self._attend_decodes(layer, query, query, query, output, _changes(None, None))
         if shape in self._prefills:
             items, config = self._prefills[shape]
             prefill_attention(

@@ -136,7 +136,7 @@ def decode_items(
     window: int | None,
     tile: int,
     alignment: int,
-    num_splits: int,
+    num_splits: int | None,
     num_padded: int = 0,
     cascade: CascadeWork | None = None,
     is_causal: bool = True,
@@ -149,11 +149,13 @@ def decode_items(
     more; which keys an item reads depends on the context lengths. Keys that `cascade` covers are
     left out, and its partial results count as the first splits of a sequence. is_causal: the last
     key is that of the new token itself; otherwise all keys are cached, and there is no new one.
+    num_splits: for how many splits the keys are cut, in all; None: one item for each sequence.
     at_once: a sequence gets no more splits than these, while they have few tiles each, and a short
     one a single split.
     """
     tokens, rows, contexts, _ = seqs
-    capacity = item_capacity(max(len(tokens), num_padded), num_splits)
+    num_seqs = max(len(tokens), num_padded)
+    capacity = num_seqs if num_splits is None else item_capacity(num_seqs, num_splits)
     if not len(tokens):
         items = np.zeros((capacity, ITEM_FIELDS), np.int32)
         items[:, 0] = -1
@@ -164,13 +166,15 @@ def decode_items(
         assert starts is None, "no cascades where a window moves over the keys"
         starts = cascade.ends
     lens = positions if starts is None else positions - starts  # cached keys that the query sees
-    if at_once is not None:
+    if at_once is not None and num_splits is not None:
         longest = int(lens.max())
         if longest <= UNSPLIT_TILES * tile:
             min_split = longest
         if longest <= at_once * FEW_TILES * tile:
             num_splits = min(num_splits, at_once * len(tokens))
-    splits, sizes = _split(lens, tile, num_splits, min_split)
+    splits, sizes = (
+        (None, lens) if num_splits is None else _split(lens, tile, num_splits, min_split)
+    )
     # The largest splits come first, so that programs end at about the same time.
     order = (-sizes).argsort(kind="stable")
     items = np.zeros((capacity, ITEM_FIELDS), np.int32)
