@@ -144,6 +144,14 @@ def test_windows_without_a_key_are_refused(window: int, tmp_path: Path) -> None:
     )
 
 
+def test_layers_with_a_window_that_the_config_has_switched_off_are_refused(tmp_path: Path) -> None:
+    """Transformers then takes it for 0."""
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    assert "a window of 0 tokens" in refused(
+        tmp_path, "qwen2_moe", impl="transformers", layer_types=types, use_sliding_window=False
+    )
+
+
 def test_modules_that_cannot_set_their_buffers_are_refused(tmp_path: Path) -> None:
     shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
     path = tmp_path / "config.json"

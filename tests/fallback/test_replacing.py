@@ -195,9 +195,21 @@ class Block(nn.Module):
         return self.out(self.act(first(x)) * second(x))
 
 
-class ClampedBlock(Block):
+class PlainBlock(nn.Module):
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.act = ACT2FN[activation]
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.act(self.a(x)) * self.b(x).clamp(-1, 1))
+        return self.out(self.act(self.a(x)))
+
+
+class ClampedBlock(Block):
+    """Whose limit inputs of about 1 do not show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.act(self.a(x)) * self.b(x).clamp(-30, 30))
 
 
 class ResidualBlock(Block):
@@ -214,10 +226,14 @@ class ResidualBlock(Block):
         (Block("gelu"), None),
         (Block("relu2"), None),
         (ClampedBlock("silu"), None),
+        (PlainBlock("relu"), (("a",), Epilogue.RELU, "out")),
+        (PlainBlock("gelu_new"), (("a",), Epilogue.GELU_TANH, "out")),
+        (PlainBlock("relu6"), None),
+        (PlainBlock("gelu_10"), None),
         (ResidualBlock("silu"), None),
     ],
 )
-def test_blocks_are_known_by_what_they_compute(block: Block, expected: object) -> None:
+def test_blocks_are_known_by_what_they_compute(block: nn.Module, expected: object) -> None:
     linears = {name: each for name, each in block.named_children() if type(each) is nn.Linear}
     assert replacing._as_feed_forward(block, linears) == expected
     x = torch.randn(2, 16)

@@ -59,6 +59,12 @@ def test_parameters_of_published_models(name: str, num_parameters: int, num_acti
     assert half == pytest.approx(config.num_expert_parameters() / 2, rel=1e-3)
 
 
+def test_no_jitter_noise(tmp_path: Path) -> None:
+    """Both experts have the weight 1; config_sweep.py compares it with transformers."""
+    config = changed("phimoe", tmp_path, router_jitter_noise=0)
+    assert {layer.mlp.routing.jitter for layer in config.layers} == {0.0}
+
+
 def test_expected_experts() -> None:
     """As many as top_k for one token, and all of them for very many."""
     routing = RoutingConfig(num_experts=128, top_k=8)
@@ -80,6 +86,8 @@ def test_expected_experts() -> None:
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; octavo does not"),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1"),
+        ("phimoe", {"router_jitter_noise": False}, "router_jitter_noise is False"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner
 from octavo.models.fallback.paged import GROUPED_EXPERTS
+from octavo.models.fallback.replacing import are_rows_alike, of_all_sizes
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.expert_kernels import list_experts, make_experts_kernel
 from octavo.ops.experts import ExpertsKernel, ExpertWeights, Routed
 
 GATED = tuple(each for each in Epilogue if each.is_gated)
 PROBED_ROWS, PROBED_SIZE = 64, 4
-PROBED_MAGNITUDES = (-1.0, 4.0)  # powers of 10: activations that clamp show their limits
 
 
 class GroupedExperts(WeightOwner):
@@ -103,18 +103,17 @@ def _gate_of(module: nn.Module) -> tuple[Epilogue, bool] | None:
     shape = (PROBED_ROWS, 2 * PROBED_SIZE)
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
-        sizes = torch.logspace(*PROBED_MAGNITUDES, PROBED_ROWS)
-        given = torch.randn(shape, generator=generator) * sizes[:, None]
+        given = of_all_sizes(torch.randn(shape, generator=generator))
         try:
             with torch.no_grad():
                 result = module._apply_gate(given.clone())  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
             return None  # of a form that it does not take
-    if not isinstance(result, Tensor) or result.shape != (PROBED_ROWS, PROBED_SIZE):
+    if not isinstance(result, Tensor):
         return None
     turned = torch.cat([given[:, ::2], given[:, 1::2]], dim=1)
     for epilogue in GATED:
         for is_alternating, halves in ((False, given), (True, turned)):
-            if torch.allclose(result, apply_epilogue(halves, epilogue), 1e-4, 1e-6):
+            if are_rows_alike(result, apply_epilogue(halves, epilogue)):
                 return epilogue, is_alternating
     return None

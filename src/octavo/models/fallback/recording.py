@@ -310,6 +310,8 @@ class _Recorder:
         seen = self._masks.get(id(mask))
         if seen is None:
             raise Unserved(f"{path} attends with a mask of its own")
+        if seen.size == 0:
+            raise Unserved(f"{path} attends with a mask that hides all keys: a window of 0 tokens")
         if window is not None and int(window) < self._longest and seen.size != int(window):
             raise Unserved(
                 f"{path} attends with a window of {window}, but its mask is one of {seen.size}"

@@ -30,7 +30,7 @@ def read(config: Fields) -> ModelDescription:
         top_k=2,
         intermediate_size=config.count("intermediate_size"),
         scoring=Scoring.SPARSEMIXER,
-        jitter=config.number("router_jitter_noise", 0.01),
+        jitter=_read_jitter(config),
         renormalised=False,
     )
     bias = config.flag("attention_bias", False)
@@ -45,6 +45,13 @@ def read(config: Fields) -> ModelDescription:
         output_bias=bias,
     )
     return replace(description, head_bias=config.flag("lm_head_bias", False))
+
+
+def _read_jitter(config: Fields) -> float:
+    """With 0 both experts have the weight 1, since none is as near as the best one."""
+    name, default = "router_jitter_noise", 0.01
+    is_zero = not isinstance(config.get(name, default), bool) and config.get(name, default) == 0
+    return 0.0 if is_zero else config.number(name, default)
 
 
 def _with_attention_factor(config: Fields) -> Fields:
