@@ -44,12 +44,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_attention,
     decode_config,
 )
-from octavo.ops.cuda.attention_decode_cluster import (
-    MOST_KEYS,
-    MOST_PAIRS,
-    ClusterConfig,
-    attend_in_clusters,
-)
+from octavo.ops.cuda.attention_decode_cluster import MOST_KEYS, MOST_PAIRS, ClusterConfig
 from octavo.ops.cuda.attention_prefill import (
     HopperPrefillConfig,
     PrefillConfig,
@@ -413,8 +408,23 @@ class TritonBackend:
                 spec.kv_scales,
             )
         if shape in self._decodes:
-            target = output if rounded is None else rounded
-            self._attend_decodes(layer, query, key, value, target, changes, rounding)
+            decodes, decode = self._decodes[shape]
+            decode_attention(
+                query,
+                key,
+                value,
+                cache,
+                table,
+                decodes,
+                self._scratch,
+                output if rounded is None else rounded,
+                changes,
+                layer.scores,
+                spec.window,
+                decode,
+                spec.kv_scales,
+                rounding,
+            )
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
             assert rounded is None, "`rounds` says so of decodes alone"
@@ -433,46 +443,13 @@ class TritonBackend:
             )
         return output
 
-    def _attend_decodes(
-        self,
-        layer: _Layer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor | RoundedInputs,
-        changes: HeadChanges,
-        rounding: Rounding = Rounding.NONE,
-    ) -> None:
-        """Write K and V of the step's decodes, and their rows of `output`."""
-        items, config = self._decodes[layer.shape]
-        heads = query, key, value, layer.cache, self._tables[layer.group], items
-        window = layer.spec.window
-        if isinstance(config, ClusterConfig):
-            assert isinstance(output, Tensor), "`rounds` says so"
-            attend_in_clusters(*heads, output, changes, layer.scores, window)
-            return
-        decode_attention(
-            *heads,
-            self._scratch,
-            output,
-            changes,
-            layer.scores,
-            window,
-            config,
-            layer.spec.kv_scales,
-            rounding,
-        )
-
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:
         """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
         share a scale."""
         shape = self._layers[layer_id].shape
         if rounding is Rounding.NONE or shape not in self._decodes or shape in self._prefills:
             return False
-        config = self._decodes[shape][1]
-        if isinstance(config, ClusterConfig):  # a program has some columns of a head alone
-            return False
-        return can_round(rounding, config, shape.group, shape.head_dim)
+        return can_round(rounding, self._decodes[shape][1], shape.group, shape.head_dim)
 
     def forward_rounded(
         self,
@@ -514,7 +491,21 @@ class TritonBackend:
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._decodes:
             # The items name no new token, so that key and value are not read.
-            self._attend_decodes(layer, query, query, query, output, _changes(None, None))
+            decode_attention(
+                query,
+                query,
+                query,
+                cache,
+                table,
+                self._decodes[shape][0],
+                self._scratch,
+                output,
+                _changes(None, None),
+                layer.scores,
+                None,
+                self._decodes[shape][1],
+                layer.spec.kv_scales,
+            )
         if shape in self._prefills:
             items, config = self._prefills[shape]
             prefill_attention(

@@ -88,6 +88,7 @@ from torch import Tensor
 
 from octavo.ops.base import KVScales
 from octavo.ops.cuda.announcing import EMPTY, announced
+from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, attend_in_clusters
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     capped_scores,
@@ -693,9 +694,13 @@ def _most_collecting(device: torch.device) -> int:
     return _MOST_COLLECTING if has_room else 1
 
 
-def can_round(rounding: Rounding, config: DecodeConfig, group: int, head_dim: int) -> bool:
+def can_round(
+    rounding: Rounding, config: DecodeConfig | ClusterConfig, group: int, head_dim: int
+) -> bool:
     """Whether `decode_attention` rounds results so: whether each program that has results of some
     heads has all that share a scale."""
+    if isinstance(config, ClusterConfig):  # whose programs have some columns of a head each
+        return False
     size = rounding.group
     if size == 0 or head_dim != max(16, power_of_2(head_dim)) or group * head_dim % size:
         return False
@@ -714,11 +719,14 @@ def decode_attention(
     changes: HeadChanges,
     scores: KernelScores,
     window: int | None,
-    config: DecodeConfig,
+    config: DecodeConfig | ClusterConfig,
     kv_scales: KVScales | None = None,
     rounding: Rounding = Rounding.NONE,
 ) -> None:
     """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
+
+    With the kernel that `config` stands for: this module's, or attention_decode_cluster.py's, which
+    takes one split of each sequence, and neither e4m3 nor a rounding.
 
     Args:
         query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, in
@@ -735,6 +743,13 @@ def decode_attention(
         rounding: of the results, if `can_round`; exactly what rounding them in query's dtype gives.
         kv_scales: if the cache is e4m3.
     """
+    if isinstance(config, ClusterConfig):
+        assert isinstance(output, Tensor), "`can_round` says so"
+        assert kv_scales is None, "clusters take keys as they are"
+        attend_in_clusters(
+            query, key, value, layer_cache, table, items, output, changes, scores, window
+        )
+        return
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     group = num_heads // num_kv_heads
