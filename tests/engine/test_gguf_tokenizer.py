@@ -242,6 +242,7 @@ def test_spaces_behind_special_tokens_of_phi3(
     [
         ({"model": "bert"}, "ggml.model is 'bert'; octavo builds gpt2, llama"),
         ({"pre": "unheard-of"}, "ggml.pre is 'unheard-of'; octavo knows default, gpt-2"),
+        ({"merges": None}, "has no tokenizer.ggml.merges"),
         ({"merges": ["ab"]}, "ggml.merges has 'ab', which is no pair of tokens"),
         ({"merges": ["a \u6771"]}, "no tokenizer can be made of it"),
         ({"tokens": None}, "has no tokenizer.ggml.tokens"),

@@ -209,8 +209,11 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[To
     if name not in SPLITTINGS:
         raise file.error(key, f"octavo knows {', '.join(SPLITTINGS)}")
     splitting = SPLITTINGS[name]
+    texts = file.texts(MERGES)
+    if texts is None:  # without them each byte would be a token
+        raise ModelError(f"{file.path} has no {MERGES}")
     merges = []
-    for merge in file.texts(MERGES) or ():
+    for merge in texts:
         left, space, right = merge.partition(" ")
         if not (left and space and right):
             raise ModelError(
