@@ -152,6 +152,38 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     check(write_pair(name, tmp_path, everywhere(Kind.Q8_0), **overrides))
 
 
+def test_a_scaling_without_type_and_a_base_that_is_not_said(tmp_path: Path) -> None:
+    """As in llama.cpp, a factor is linear, and the base is 10,000, whatever the family's is."""
+    rotary = ROPE | {"rope_type": "linear", "factor": 4.0}
+    metadata = {"llama.rope.scaling.type": None}
+    check(
+        write_pair("llama", tmp_path / "a", everywhere(Kind.Q8_0), metadata, rope_parameters=rotary)
+    )
+    metadata = {"smollm3.rope.freq_base": None}
+    check(
+        write_pair("smollm3", tmp_path / "b", everywhere(Kind.Q8_0), metadata, rope_parameters=ROPE)
+    )
+    metadata = {f"gpt-oss.rope.scaling.{name}": None for name in ("type", "factor")}
+    path = write_pair("gpt_oss", tmp_path / "c", everywhere(Kind.Q8_0), metadata)
+    assert [each.kind for each in read_model_config(path).rotaries] == ["default"]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+    ],
+)
+def test_a_scaling_beside_factors_of_frequencies_is_refused(
+    metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_pair("llama3", tmp_path, everywhere(Kind.Q8_0), metadata)
+    message = r"rope.scaling.type is .* factor of 4.0, .* beside rope_freqs.weight"
+    with pytest.raises(ModelError, match=message):
+        read_model_config(path)
+
+
 def test_windows_of_all_layers_but_every_other(tmp_path: Path) -> None:
     """The metadata has the number of layers of which one has no window, or an array."""
     metadata = {"gemma3.attention.sliding_window_pattern": 2}

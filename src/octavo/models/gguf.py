@@ -42,6 +42,7 @@ SAMPLING = {
     **{"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
     "repetition_penalty": "penalty_repeat",
 }
+ROPE_THETA = 10000.0  # where the metadata does not say it, as in llama.cpp
 # Layers of Gemma 2 and 3 27B, whose scores are scaled by the hidden size per head.
 WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 
@@ -287,6 +288,7 @@ class GgufSource:
         config.setdefault("num_key_value_heads", heads)
         config["head_dim"] = self._head_dim(config)
         config.setdefault("sliding_window", None)
+        config.setdefault("rope_theta", ROPE_THETA)
         config |= self._rotary(config["head_dim"], config["max_position_embeddings"])
         config |= self._layer_types(config["num_hidden_layers"])
         if self._name in WIDE_GEMMAS:
@@ -389,9 +391,15 @@ class GgufSource:
             config["partial_rotary_factor"] = math.nextafter(dim / head_dim, 2.0)
         if self._count("rope.dimension_count_swa") not in (None, dim):
             raise self._error("rope.dimension_count_swa", f"rope.dimension_count is {dim}")
-        kind = self._file.text(self._key("rope.scaling.type"))
+        kind, factor = self._scaling()
         original = self._count("rope.scaling.original_context_length") or max_positions
         attention_factor = self._number("rope.scaling.attn_factor")
+        divided = self._file.tensors.keys() & {LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS}
+        if divided and kind in ("linear", "yarn"):
+            raise self._error(
+                "rope.scaling.type",
+                f"with a factor of {factor}, octavo does not serve it beside {min(divided)}",
+            )
         if LLAMA3_FACTORS in self._file.tensors:
             # Frequencies of Llama 3.1 and later are divided by these.
             factors = self._factors(LLAMA3_FACTORS, dim)
@@ -402,13 +410,8 @@ class GgufSource:
             return config | _longrope(short, long, original, attention_factor)
         if kind != "yarn" and attention_factor not in (None, 1.0):
             raise self._error("rope.scaling.attn_factor", f"rope.scaling.type is {kind}")
-        if kind in (None, "none"):
-            factor = self._number("rope.scale_linear")
-            if factor in (None, 1.0):
-                return config
-            kind = "linear"
-        else:
-            factor = self._number("rope.scaling.factor")
+        if kind == "none":  # said, because some families scale where config.json says nothing
+            return config | {"rope_scaling": {"rope_type": "default"}}
         if kind not in ("linear", "yarn"):
             raise self._error(
                 "rope.scaling.type",
@@ -426,6 +429,17 @@ class GgufSource:
                 inferred = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
                 scaling["attention_factor"] = attention_factor * inferred
         return config | {"rope_scaling": scaling}
+
+    def _scaling(self) -> tuple[str, float | None]:
+        """The type and the factor of the rotary embedding's scaling.
+
+        As in llama.cpp, a factor without a type is linear, and has two names.
+        """
+        kind = self._file.text(self._key("rope.scaling.type"))
+        factor = self._number("rope.scaling.factor") or self._number("rope.scale_linear")
+        if kind is None:
+            kind = "none" if factor in (None, 1.0) else "linear"
+        return kind, factor
 
     def _factors(self, name: str, dim: int) -> list[float]:
         """The tensor of a divisor of each frequency."""
