@@ -203,9 +203,22 @@ def setting(value: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (without("1.self_attn.v_scale"), "no v_scale of layer 1"),
         (without("k_scale"), "no k_scale of layer 0"),
         (without("_scale"), "no k_scale of layer 0"),
-        (setting(torch.tensor(float("nan"))), "layers.1.self_attn.v_scale is nan"),
-        (setting(torch.tensor(0.0)), "layers.1.self_attn.v_scale is 0.0"),
-        (setting(torch.tensor(-1.0)), "layers.1.self_attn.v_scale is -1.0"),
+        (
+            setting(torch.tensor(float("nan"))),
+            r"1.self_attn.v_scale is nan; a scale must be between 1e-30 and 1e\+30$",
+        ),
+        (
+            setting(torch.tensor(1e31)),
+            r"1.self_attn.v_scale is 1e\+31; a scale must be between 1e-30 and 1e\+30$",
+        ),
+        (
+            setting(torch.tensor(0.0)),
+            r"1.self_attn.v_scale is 0; a scale must be between 1e-30 and 1e\+30$",
+        ),
+        (
+            setting(torch.tensor(-1.0)),
+            r"1.self_attn.v_scale is -1; a scale must be between 1e-30 and 1e\+30$",
+        ),
         (setting(torch.tensor(2)), r"layers.1.self_attn.v_scale is torch.int64; scales are"),
         (
             lambda tensors: tensors.update(
@@ -226,9 +239,10 @@ def test_faulty_scales_are_named(
         assert greedy(llm)
 
 
-def test_scales_for_integers_are_refused(tmp_path: Path) -> None:
-    directory = with_scales(tmp_path / "model", type="int")
-    with pytest.raises(ModelError, match=r"kv_cache_scheme.*floats of 8 bits"):
+@pytest.mark.parametrize(("field", "value"), [("type", "int"), ("num_bits", 4)])
+def test_scales_for_other_numbers_are_refused(field: str, value: object, tmp_path: Path) -> None:
+    directory = with_scales(tmp_path / "model", **{field: value})
+    with pytest.raises(ModelError, match=rf"kv_cache_scheme: {field} is .*floats of 8 bits"):
         load(directory)
 
 

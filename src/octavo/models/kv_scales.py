@@ -16,6 +16,7 @@ from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
 from octavo.ops import KVScales
+from octavo.ops.base import MAX_KV_SCALE, MIN_KV_SCALE
 
 # The number of the layer; what is scaled: k, v or both.
 _NAME = re.compile(
@@ -85,7 +86,8 @@ def _number(tensor: StoredTensor, where: str) -> float:
     try:
         KVScales(value, value)
     except ValueError as error:
-        raise ModelError(f"{where} is {value}; a scale must be positive and finite") from error
+        limits = f"between {MIN_KV_SCALE:g} and {MAX_KV_SCALE:g}"
+        raise ModelError(f"{where} is {value:g}; a scale must be {limits}") from error
     return value
 
 
@@ -96,7 +98,8 @@ def _promises_scales(config: ModelConfig) -> bool:
         if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
             continue
         scheme = fields.part(name).part("kv_cache_scheme")
-        if (scheme.get("type", "float"), scheme.get("num_bits", 8)) != ("float", 8):
-            raise scheme.error("type", "an FP8 KV cache takes scales for floats of 8 bits")
+        for field, expected in {"type": "float", "num_bits": 8}.items():
+            if scheme.get(field, expected) != expected:
+                raise scheme.error(field, "an FP8 KV cache takes scales for floats of 8 bits")
         return not scheme.flag("dynamic", False)
     return False

@@ -23,6 +23,7 @@ from octavo.ops.quantized import RoundedInputs, Rounding
 CROSS_ATTENTION = "cross_attention"
 FP8_KV_CACHE = "fp8_kv_cache"
 E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn, which has no infinity
+MIN_KV_SCALE, MAX_KV_SCALE = 1e-30, 1e30  # their inverses are float32 numbers, too
 LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
 
 
@@ -100,9 +101,11 @@ class KVScales:
     def __post_init__(self) -> None:
         for name in ("key", "value"):
             scale = getattr(self, name)
-            # Their inverses are float32 numbers, too.
-            if not 1e-30 < scale < 1e30:
-                raise ValueError(f"the scale of a layer's {name}s must be positive, not {scale}")
+            if not MIN_KV_SCALE < scale < MAX_KV_SCALE:
+                raise ValueError(
+                    f"the scale of a layer's {name}s must be between {MIN_KV_SCALE:g} and "
+                    f"{MAX_KV_SCALE:g}, not {scale:g}"
+                )
 
     @staticmethod
     def quantize(x: Tensor, scale: float) -> Tensor:
