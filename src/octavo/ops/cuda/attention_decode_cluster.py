@@ -54,6 +54,7 @@ from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.linear_hopper import _barrier
 from octavo.ops.cuda.paged import ITEM_FIELDS, LOWEST, REREAD
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.rotary import partner_of
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 _HEAD_DIMS = (64, 128)
@@ -204,15 +205,6 @@ def _add(acc, old_weight, v, weights, WARPS: gl.constexpr, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def _partner_of(dim, ROTARY_HALF: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """The element that an element is rotated with."""
-    if INTERLEAVED:
-        return (dim ^ 1) % (2 * ROTARY_HALF)
-    else:
-        return (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
-
-
-@gluon.jit
 def _read_heads(query, key, row, dim, queries, new_key, HEAD_DIM: gl.constexpr):
     """Elements `dim` of the rows: of queries, and of the new key."""
     x = gl.load(query + (row * HEAD_DIM + dim[None, :]), mask=queries, other=0.0, volatile=True)
@@ -321,7 +313,7 @@ def _cluster_kernel(
         c = gl.full([HEAD_DIM], 1.0, gl.float32, gl.SliceLayout(0, READ))
         s = gl.zeros([HEAD_DIM], gl.float32, gl.SliceLayout(0, READ))
         if ROTARY_HALF > 0:
-            partner = _partner_of(dim, ROTARY_HALF, INTERLEAVED)
+            partner = partner_of(dim, ROTARY_HALF, INTERLEAVED)
             pair = dim // 2 if INTERLEAVED else dim % ROTARY_HALF
             angle = gl.maximum(position, 0).to(gl.int64) * ROTARY_HALF + pair
             rotated = dim < 2 * ROTARY_HALF

@@ -13,8 +13,8 @@ numbers along axis 0 of the grid are one cluster.
 Each program receives in an inbox, which begins with its mbarrier. The order for a program is:
 `open_inbox`, `wait_until_open`, then `send` and `send_pair`, and `wait_for_bytes` before it reads.
 What lies behind the inbox in the same memory is the program's own. A program must wait for its
-bytes before it ends, so that nobody writes to memory that is gone. See the PTX ISA for st.async,
-mapa and mbarrier.
+bytes before it ends, because its shared memory has to exist while others store to it. See the PTX
+ISA for st.async, mapa and mbarrier.
 """
 
 from __future__ import annotations

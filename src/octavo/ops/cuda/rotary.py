@@ -109,7 +109,7 @@ def load_angles(
 
 
 @triton.jit
-def _partner_of(dim, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def partner_of(dim, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The element that an element is rotated with."""
     if INTERLEAVED:
         return (dim ^ 1) % (2 * ROTARY_HALF)
@@ -133,7 +133,7 @@ def load_weights(
         dim = tl.arange(0, DIM_PAD)
         w = tl.load(weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
         if ROTARY_HALF > 0:
-            partner = _partner_of(dim, ROTARY_HALF, INTERLEAVED)
+            partner = partner_of(dim, ROTARY_HALF, INTERLEAVED)
             partner_w = tl.load(weight + partner).to(tl.float32)[None, :]
     return w, partner_w
 
@@ -159,7 +159,7 @@ def read_heads(
     # Each element also loads the one that it is rotated with: no exchange between threads.
     y = x
     if ROTARY_HALF > 0:
-        partner = _partner_of(dim, ROTARY_HALF, INTERLEAVED)
+        partner = partner_of(dim, ROTARY_HALF, INTERLEAVED)
         y = tl.load(base + partner[None, :], mask=inside, other=0.0, volatile=IN_ORDER)
     return x, y
 
