@@ -168,6 +168,14 @@ def test_a_scaling_without_type_and_a_base_that_is_not_said(tmp_path: Path) -> N
     assert [each.kind for each in read_model_config(path).rotaries] == ["default"]
 
 
+@pytest.mark.parametrize("name", ["attention.scale", "embedding_scale", "residual_scale"])
+def test_multipliers_of_granite_must_be_said(name: str, tmp_path: Path) -> None:
+    """What transformers takes for those that config.json leaves out is not what llama.cpp takes."""
+    path = write_pair("granite", tmp_path, everywhere(Kind.Q8_0), {f"granite.{name}": None})
+    with pytest.raises(ModelError, match=f"has no granite.{name}"):
+        read_model_config(path)
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
@@ -191,6 +199,15 @@ def test_windows_of_all_layers_but_every_other(tmp_path: Path) -> None:
     check(path)
     assert read_gguf(path).metadata["gemma3.attention.sliding_window_pattern"] == 2
     assert read_model_config(path).layer_windows == (model_zoo.SLIDING_WINDOW, None) * 2
+    metadata = {"gemma3.attention.sliding_window_pattern": 0}  # in llama.cpp, none is without
+    path = write_pair("gemma3_text", tmp_path / "all", everywhere(Kind.Q8_0), metadata)
+    assert read_model_config(path).layer_windows == (model_zoo.SLIDING_WINDOW,) * 4
+    metadata = {"gemma3.attention.sliding_window_pattern": ["false"] * 4}
+    path = write_pair("gemma3_text", tmp_path / "texts", everywhere(Kind.Q8_0), metadata)
+    with pytest.raises(
+        ModelError, match=r"sliding_window_pattern is .*; its elements must be true"
+    ):
+        read_model_config(path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe"])

@@ -117,10 +117,10 @@ RMS_NORM = {"rms_norm_eps": Value("attention.layer_norm_rms_epsilon", "number", 
 LAYER_NORM = {"layer_norm_eps": Value("attention.layer_norm_epsilon", "number", True)}
 WINDOW = {"sliding_window": Value("attention.sliding_window", "count", True)}
 MULTIPLIERS = {
-    "attention_multiplier": Value("attention.scale", "number"),
-    "embedding_multiplier": Value("embedding_scale", "number"),
-    "residual_multiplier": Value("residual_scale", "number"),
-    "logits_scaling": Value("logit_scale", "number"),
+    "attention_multiplier": Value("attention.scale", "number", True),
+    "embedding_multiplier": Value("embedding_scale", "number", True),
+    "residual_multiplier": Value("residual_scale", "number", True),
+    "logits_scaling": Value("logit_scale", "number", True),
 }
 NUM_EXPERTS = {
     "num_experts": Value("expert_count", "count", True),
@@ -466,11 +466,15 @@ class GgufSource:
             return {}
         if "sliding_window" not in self._architecture.values:
             raise self._file.error(key, f"octavo does not serve it for {self._name}")
-        if not isinstance(pattern, list):  # one of so many layers has no window
-            period = self._count("attention.sliding_window_pattern") or 1
+        if not isinstance(pattern, list):  # one of so many layers has no window; 0: all have one
+            period = self._count("attention.sliding_window_pattern")
+            if period is None:
+                return {"layer_types": [LAYER_TYPES[True]] * num_layers}
             return {"layer_types": periodic_layer_types(num_layers, period)}
         if len(pattern) != num_layers:
             raise self._file.error(key, f"it must have an element for each of {num_layers} layers")
+        if not all(isinstance(each, int) for each in pattern):
+            raise self._file.error(key, "its elements must be true or false")
         return {"layer_types": [LAYER_TYPES[bool(each)] for each in pattern]}
 
     def _key(self, name: str) -> str:
