@@ -137,6 +137,34 @@ def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Pat
         read_model_config(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # torch's own
+@pytest.mark.parametrize(
+    ("model_type", "fields", "name"),
+    [
+        ("deepseek_v3", {"n_shared_experts": 0}, "shared_experts.gate_proj.weight"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "self_attn.q_a_proj.weight"),
+        ("mellum", {"moe_intermediate_size": 0}, "mlp.experts.gate_up_proj"),
+        ("bert", {"type_vocab_size": 0}, "token_type_embeddings.weight"),
+    ],
+)
+def test_parameters_without_elements_are_refused(
+    model_type: str, fields: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    message = refused(tmp_path, model_type, **fields)
+    assert f"{name} has shape [" in message
+    assert "a size in config.json is 0" in message
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_dtypes_that_are_not_served_are_refused(name: str, tmp_path: Path) -> None:
+    shrunken_config("ernie4_5").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text()) | {"dtype": None, name: "torch.bfloat16"}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=rf"json: {name} is 'torch.bfloat16'; octavo serves"):
+        read_model_config(tmp_path)
+
+
 @pytest.mark.parametrize("window", [0, -1])
 def test_windows_without_a_key_are_refused(window: int, tmp_path: Path) -> None:
     assert f"attends with a window of {window}" in refused(

@@ -63,6 +63,13 @@ def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:
     assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
 
 
+@pytest.mark.parametrize("fields", [{"head_dim": 1}, {"num_experts_per_tok": 0}])
+def test_sizes_that_few_models_have(fields: dict[str, int], tmp_path: Path) -> None:
+    """Transformers makes two elements of a head's one where it rotates, and computes no expert."""
+    model = write_reference("mellum", tmp_path, **fields).model
+    assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
 def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: str) -> None:

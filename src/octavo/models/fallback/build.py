@@ -117,6 +117,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
             f"it cannot be made from these fields ({type(error).__name__}: {error})"
         ) from error
     model.train(False)
+    _check_sizes(model)
     decoders = (each for each in model.children() if isinstance(each, PreTrainedModel))
     base = getattr(model, model.base_model_prefix or "-", next(decoders, None))
     if not isinstance(base, nn.Module) or base is model:
@@ -149,6 +150,16 @@ def _check_kind(config: Any) -> None:
         raise Unserved(f"{STATE} (layer_types: {', '.join(sorted(kinds & STATEFUL))})")
     if "chunked_attention" in kinds:
         raise Unserved("its attention stays within chunks (layer_types: chunked_attention)")
+
+
+def _check_sizes(model: nn.Module) -> None:
+    """Refuse parameters without elements, which neither octavo's layers nor its kernels take."""
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise Unserved(
+                f"{name} has shape {list(parameter.shape)}: a size in config.json is 0, or becomes "
+                "0 where it is divided"
+            )
 
 
 def _check_window(config: Any, limit: int, recording: Recording) -> None:

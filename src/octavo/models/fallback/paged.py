@@ -101,6 +101,8 @@ def experts(
     """
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
+    if not top_k_index.shape[1]:  # no token has an expert: kernels divide by their number
+        return torch.zeros_like(hidden)
     grouped = getattr(module, GROUPED_EXPERTS, None)
     if grouped is not None:
         computed: Tensor = grouped.forward(hidden, top_k_index, top_k_weights)
