@@ -72,16 +72,14 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
 
 
 def reference_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """transformers' greedy continuation, without its end tokens."""
+    """transformers' greedy continuation, without its end tokens; not that of `generate`, which
+    numbers positions otherwise than some models do themselves."""
+    tokens = list(prompt)
     with torch.inference_mode():
-        [tokens] = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return tokens[len(prompt) :].tolist()
+        for _ in range(NUM_TOKENS):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def served_tokens(directory: Path, **options: object) -> list[list[int]]:

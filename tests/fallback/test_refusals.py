@@ -137,6 +137,21 @@ def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Pat
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("mellum", {"head_dim": 1}, "rotation makes 2 elements of the 1 that a head has"),
+        ("vaultgemma", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping); it must be"),
+        ("roberta", {"pad_token_id": None}, "and pad_token_id is null"),
+        ("roberta", {"pad_token_id": 255}, "it has no positions from 256 (pad_token_id + 1) on"),
+    ],
+)
+def test_values_that_the_attention_or_positions_cannot_have_are_refused(
+    model_type: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    assert reason in refused(tmp_path, model_type, **fields)
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # torch's own
 @pytest.mark.parametrize(
     ("model_type", "fields", "name"),

@@ -63,11 +63,17 @@ def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:
     assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
 
 
-@pytest.mark.parametrize("fields", [{"head_dim": 1}, {"num_experts_per_tok": 0}])
-def test_sizes_that_few_models_have(fields: dict[str, int], tmp_path: Path) -> None:
-    """Transformers makes two elements of a head's one where it rotates, and computes no expert."""
-    model = write_reference("mellum", tmp_path, **fields).model
+def test_no_experts_for_a_token(tmp_path: Path) -> None:
+    model = write_reference("mellum", tmp_path, num_experts_per_tok=0).model
     assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
+
+
+def test_positions_are_those_that_a_model_counts_itself() -> None:
+    """RoBERTa's begin after pad_token_id, of which as many rows of the table are not used."""
+    config = reference("roberta").model.config
+    assert config.pad_token_id == 2
+    assert read_model_config(reference("roberta").directory).max_model_len == 253
+    assert served_tokens(reference("roberta").directory) == expected("roberta")
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -35,6 +35,7 @@ class Built:
     base: nn.Module  # the decoder, which returns hidden states
     paths: dict[nn.Module, str]
     max_model_len: int
+    first_position: int  # of a sequence, by the model's own count
     recording: Recording
 
     @property
@@ -128,11 +129,30 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
         raise Unserved(STATE)
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise Unserved(f"{type(base).__name__} takes no position_ids")
-    own_limit = _own_limit(model.config)
+    first_position = _first_position(base)
+    own_limit = _own_limit(model.config) - first_position
+    if own_limit < 1:
+        raise Unserved(f"it has no positions from {first_position} (pad_token_id + 1) on")
     paths = {module: path for path, module in model.named_modules()}
     recording = record(model, base, paths, max_model_len or own_limit)
     _check_window(model.config, own_limit, recording)
-    return Built(model, base, paths, own_limit, recording)
+    return Built(model, base, paths, own_limit, first_position, recording)
+
+
+def _first_position(base: nn.Module) -> int:
+    """What a decoder numbers the first token with where it is given no positions: RoBERTa and its
+    like count from pad_token_id + 1, as they are trained. Transformers' `generate` gives them
+    positions from 0 on, which their own forward pass does not."""
+    for module in base.modules():
+        numbered: Any = getattr(module, "create_position_ids_from_inputs_embeds", None)
+        if numbered is not None:
+            padding: Any = getattr(module, "padding_idx", None)
+            if padding is None:
+                raise Unserved(
+                    "it numbers positions from pad_token_id + 1, and pad_token_id is null"
+                )
+            return int(numbered(torch.zeros(1, 1, 1), padding)[0, 0])
+    return 0
 
 
 def _check_kind(config: Any) -> None:

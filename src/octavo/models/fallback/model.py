@@ -82,6 +82,7 @@ class TransformersLM(CausalLM):
         made = _with_memory(built.model, owners, dtype, device)
         checkpoint.targets = _targets(built.model, parameters, owners, made)
         self.checkpoint = checkpoint
+        self._first_position = built.first_position
         self._take(built)
 
     def _attention_layer(
@@ -160,6 +161,8 @@ class TransformersLM(CausalLM):
     ) -> Tensor:
         """See CausalLM.forward; the last layer computes all tokens."""
         self._step.backend = attention
+        if self._first_position:
+            positions = positions + self._first_position
         hidden: Tensor = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             attention_mask=None,

@@ -7,6 +7,7 @@ and rotary embeddings are called with what.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -243,8 +244,11 @@ class _Recorder:
         tables = [self._tables.get(id(each)) for each in inputs[2:]]
         if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
             query, key = results
-            if (query.shape, key.shape) != (inputs[0].shape, inputs[1].shape):
-                return results  # a single element is repeated, for each of the table's
+            if query.shape != inputs[0].shape:
+                raise Unserved(
+                    f"rotation makes {query.shape[-1]} elements of the {inputs[0].shape[-1]} that "
+                    "a head has: it needs an even head_dim"
+                )
             call = RotationCall(function, tables[0], named)
             self._rotations[id(self._keep(query))] = (id(self._keep(key)), call)
         return results
@@ -287,7 +291,7 @@ class _Recorder:
                 value_dim=value.shape[3],
                 scale=head_dim**-0.5 if scale is None else _number(path, "scaling", scale),
                 window=self._window(module, path, attention_mask, arguments),
-                softcap=_optional(path, "softcap", arguments.get("softcap")),
+                softcap=_softcap(path, arguments.get("softcap")),
                 sinks=_sinks(module, path, arguments.get("s_aux")),
                 rotated=rotation if key_id == id(key) else None,
             )
@@ -485,8 +489,16 @@ def _number(path: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def _optional(path: str, name: str, value: Any) -> float | None:
-    return None if value is None else _number(path, name, value)
+def _softcap(path: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    limit = _number(path, "softcap", value)
+    if not 0 < limit < math.inf:
+        raise Unserved(
+            f"{path} limits scores to {limit} (attn_logit_softcapping); it must be positive and "
+            "finite"
+        )
+    return limit
 
 
 def _sinks(module: nn.Module, path: str, sinks: Any) -> str | None:
