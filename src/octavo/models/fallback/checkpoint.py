@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -121,9 +122,11 @@ class _Conversion:
         try:
             found = self._converter.convert(self._name, model=model, config=config)
         except (RuntimeError, ValueError, LookupError, AttributeError) as error:
+            counts = Counter(pattern for _, _, pattern in self._tensors)
+            found_of = ", ".join(f"{count} of {pattern}" for pattern, count in counts.items())
             raise ModelError(
                 f"{path}: {first} and {len(self._tensors) - 1} others do not make "
-                f"{self._name}: {error}"
+                f"{self._name} (there are {found_of}): {error}"
             ) from error
         for name, value in found.items():
             tensor: Tensor = value[0] if isinstance(value, list) else value
