@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
 from config_sweep import FALLBACK, FAMILIES, outcome_of
+from huggingface_hub.errors import StrictDataclassError
+from random_configs import Drawing
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from octavo.errors import ModelError
+from octavo.models.registry import read_model_config
 
 NUM_SEEDS = 60
 SAMPLE = (
@@ -18,6 +25,27 @@ SAMPLE = (
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_few_random_configurations(family: str, tmp_path: Path) -> None:
     assert "served" in [outcome_of(family, seed, tmp_path).kind for seed in range(4)]
+
+
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if CONFIG_MAPPING[each].attribute_map]
+)
+def test_other_names_that_transformers_has_for_fields(family: str, tmp_path: Path) -> None:
+    kind, path = CONFIG_MAPPING[family], tmp_path / "config.json"
+    for seed in range(20):
+        drawing = Drawing(family, seed)
+        try:
+            fields = kind(**drawing.fields).to_dict() | {"architectures": None}
+            path.write_text(json.dumps(fields))
+            expected = read_model_config(tmp_path, "native")
+        except (StrictDataclassError, ModelError):
+            continue  # no such model
+        for other, own in kind.attribute_map.items():
+            renamed = {other if name == own else name: value for name, value in fields.items()}
+            path.write_text(json.dumps(renamed))
+            assert read_model_config(tmp_path, "native") == expected, (other, seed)
+        return
+    pytest.fail("all configurations were refused")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def read(config: Fields) -> ModelDescription:
         config.refuse(name, harmless)  # of its relatives: mBART, Pegasus
     positions = config.count("max_position_embeddings", 1024)
     table = PositionTable(positions + POSITION_OFFSET, POSITION_OFFSET)
-    hidden = config.count("d_model", 1024)
+    hidden = config.count(config.either("d_model", "hidden_size"), 1024)
     return read_bart(config, 50265, table, positions, NormConfig("layer", hidden, NORM_EPS))
 
 
@@ -71,7 +71,7 @@ def read_bart(
         max_tokens: that there are positions for.
         embedding_norm: of encoder and decoder; None: embeddings are not normalised.
     """
-    hidden = config.count("d_model", 1024)
+    hidden = config.count(config.either("d_model", "hidden_size"), 1024)
     encoder, decoder = (_read_layers(config, side, hidden) for side in ("encoder", "decoder"))
     cross = replace(decoder[0].attention, reads_encoder=True)
     return ModelDescription(
@@ -98,8 +98,11 @@ def read_bart(
 
 def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, ...]:
     """The layers of the encoder or of the decoder, all alike."""
-    num_layers = config.count(f"{side}_layers", 12, MAX_LAYERS)
-    heads_field = f"{side}_attention_heads"
+    layers_field, heads_field = f"{side}_layers", f"{side}_attention_heads"
+    if side == "encoder":  # whose fields have other names, too
+        layers_field = config.either(layers_field, "num_hidden_layers")
+        heads_field = config.either(heads_field, "num_attention_heads")
+    num_layers = config.count(layers_field, 12, MAX_LAYERS)
     heads = config.count(heads_field, 16)
     layer = LayerConfig(
         attention=plain_attention(config, hidden, heads, heads_field),

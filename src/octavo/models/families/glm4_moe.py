@@ -39,7 +39,9 @@ def read(config: Fields) -> ModelDescription:
     size = config.count("moe_intermediate_size", 1408)
     experts = read_experts(
         config,
-        num_experts=count_experts(config, "n_routed_experts", 128),
+        num_experts=count_experts(
+            config, config.either("n_routed_experts", "num_local_experts"), 128
+        ),
         top_k=config.count("num_experts_per_tok", 8),
         intermediate_size=size,
         scoring=Scoring.SIGMOID,

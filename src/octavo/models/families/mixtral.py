@@ -33,7 +33,7 @@ def read(config: Fields) -> ModelDescription:
     num_layers = read_num_layers(config)
     experts = read_experts(
         config,
-        num_experts=count_experts(config, "num_local_experts", 8),
+        num_experts=count_experts(config, config.either("num_local_experts", "num_experts"), 8),
         top_k=config.count("num_experts_per_tok", 2),
         intermediate_size=config.count("intermediate_size"),
     )

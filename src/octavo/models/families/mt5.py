@@ -11,7 +11,12 @@ from octavo.models.family import Family
 def read(config: Fields) -> ModelDescription:
     """From config.json of an MT5ForConditionalGeneration."""
     config = config.with_defaults(
-        {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
+        {
+            "vocab_size": 250112,
+            "d_ff": 1024,
+            config.either("num_layers", "num_hidden_layers"): 8,
+            config.either("num_heads", "num_attention_heads"): 6,
+        }
     ).with_defaults({"feed_forward_proj": "gated-gelu"})
     return read_t5(config, config.flag("tie_word_embeddings", True), is_scaled=False)
 

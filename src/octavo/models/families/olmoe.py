@@ -20,7 +20,7 @@ def read(config: Fields) -> ModelDescription:
     check_layer_types(config)
     experts = read_experts(
         config,
-        num_experts=count_experts(config, "num_experts", 64),
+        num_experts=count_experts(config, config.either("num_experts", "num_local_experts"), 64),
         top_k=config.count("num_experts_per_tok", 8),
         intermediate_size=config.count("intermediate_size"),
         renormalised=config.flag("norm_topk_prob", False),

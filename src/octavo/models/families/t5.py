@@ -86,15 +86,16 @@ def read_t5(config: Fields, tied: bool, is_scaled: bool) -> ModelDescription:
         tied: whether the head shares the table of the token embedding.
         is_scaled: whether logits are multiplied by d_model ** -0.5.
     """
-    hidden, heads = config.count("d_model", 512), config.count("num_heads", 8)
-    num_layers = config.count("num_layers", 6, MAX_LAYERS)
+    hidden = config.count(config.either("d_model", "hidden_size"), 512)
+    heads = config.count(config.either("num_heads", "num_attention_heads"), 8)
+    num_layers = config.count(config.either("num_layers", "num_hidden_layers"), 6, MAX_LAYERS)
     kind, activation = config.choice("feed_forward_proj", FEED_FORWARDS, "relu")
     _check_feed_forward(config, kind)
     attention = AttentionConfig(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=config.count("d_kv", 64),
+        head_dim=config.count(config.either("d_kv", "head_dim"), 64),
         scale=1.0,
         relative_bias=0,
     )
