@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.ops import (
     AttentionBatch,
+    HostStaging,
     KVScales,
     LayerPlace,
     LayerSpec,
@@ -25,11 +26,12 @@ from octavo.ops import (
     StagingPart,
     load_backend,
 )
-from octavo.ops.base import AttentionBackend
-from octavo.ops.cuda import attention_decode_cluster
+from octavo.ops.base import AttentionBackend, CascadeSegments, Staging
+from octavo.ops.cuda import attention, attention_decode_cluster
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
+from octavo.ops.cuda.attention_decode_cluster import MOST_KEYS, ClusterConfig
 from octavo.ops.cuda.attention_prefill import prefill_config
 from octavo.ops.cuda.tile_sizes import power_of_2
 
@@ -246,7 +248,7 @@ class FixedStaging:
         return place[: values.size].copy_(torch.from_numpy(values))
 
 
-def decodes(contexts: list[int], table: Tensor, staging: FixedStaging) -> AttentionBatch:
+def decodes(contexts: list[int], table: Tensor, staging: Staging) -> AttentionBatch:
     """One new token each; 0: padding."""
     n = len(contexts)
     lens = torch.tensor(contexts, dtype=torch.int32)
@@ -325,21 +327,52 @@ def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) 
     assert all(lengths == seen[0] for lengths in seen)
 
 
+def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
+    backend, table = backend_over("cpu", num_seqs=5, max_blocks=400)
+    staging = HostStaging()
+    clusters = (ClusterConfig(),), False
+    few = decodes([1, MOST_KEYS, 700, 0], table, staging)
+    assert backend.plan(few) == clusters
+    others = [
+        replace(few, longest=MOST_KEYS + 1),
+        replace(few, cascade=[CascadeSegments.empty()]),
+        decodes([1, MOST_KEYS + 1, 700, 0], table, staging),
+        decodes([9] * 5, table, staging),
+    ]
+    names = [backend.plan(each) for each in others]
+    assert clusters not in names
+    assert names[0] == names[2] != names[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_captured_decode_serves_other_lengths() -> None:
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [
+        (4800, [(700, 1, 4000, 0), (4800, 0, 0, 0), (16, 17, 4799, 4800)]),
+        (0, [(700, 1, MOST_KEYS, 0), (0, 65, 64, 0), (16, 1025, 2047, MOST_KEYS)]),
+    ],
+    ids=["long", "short"],
+)
+def test_a_captured_decode_serves_other_lengths(
+    longest: int, lengths: list[tuple[int, ...]]
+) -> None:
     backend, table = backend_over("cuda", num_seqs=4, max_blocks=300)
     staging = FixedStaging("cuda")
     inputs = torch.randn(4, 12, 64, device="cuda").bfloat16()
     query, key, value = inputs.split([8, 2, 2], dim=1)
-    backend.plan(decodes([1, 2, 3, 4], table, staging))
+    name = backend.plan(replace(decodes([1, 2, 3, 4], table, staging), longest=longest))
     backend.forward(0, query, key, value)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = backend.forward(0, query, key, value)
-    for contexts in ([700, 1, 4000, 0], [4800, 0, 0, 0], [16, 17, 4799, 4800]):
+    for contexts in map(list, lengths):
         inputs.copy_(torch.randn(4, 12, 64))
-        backend.plan(decodes(contexts, table, staging))
+        batch = replace(decodes(contexts, table, staging), longest=longest)
+        assert backend.plan(batch) == name
         expected = backend.forward(0, query, key, value).clone()
         output.fill_(float("nan"))
         graph.replay()

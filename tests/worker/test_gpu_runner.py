@@ -6,7 +6,8 @@ Steps overlap, so a step is prepared before the tokens of the one before are kno
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +47,7 @@ from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.device.cuda_memory import largest_steps
 from octavo.worker.graphs import Graphs
 from octavo.worker.logit_edits import EditedRow
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.model_runner import Captured, ModelRunner
 from octavo.worker.sampler import SamplingBatch
 from octavo.worker.worker import _refused
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel
@@ -269,13 +270,49 @@ def test_a_backend_whose_work_cannot_go_on_plans_every_step(
     assert [int(lens[0]) for lens in planned] == [3, 1, 1, 1, 1]
 
 
-def watched(planned: list[torch.Tensor]) -> Callable[..., None]:
+def watched(planned: list[torch.Tensor]) -> Callable[..., Hashable]:
     """TritonBackend.plan, which notes the new tokens of the sequences."""
     plan = triton_backend.TritonBackend.plan
 
-    def note(backend: triton_backend.TritonBackend, batch: AttentionBatch) -> None:
+    def note(backend: triton_backend.TritonBackend, batch: AttentionBatch) -> Hashable:
         planned.append(batch.query_lens)
-        plan(backend, batch)
+        return plan(backend, batch)
+
+    return note
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_step_has_the_kernels_that_its_contexts_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs of either kernel are there before the first request comes."""
+    choose = triton_backend.TritonBackend._decode_config
+
+    def config_of(
+        backend: triton_backend.TritonBackend, shape: object, pairs: int, longest: int, *rest: bool
+    ) -> object:
+        config = choose(backend, shape, pairs, longest, *rest)
+        return replace(config, tile=2 * config.tile) if longest > 20 else config
+
+    prepared: list[Captured] = []
+    computed: list[Captured] = []
+    for name, keys in (("prepare", prepared), ("run", computed)):
+        monkeypatch.setattr(Graphs, name, noted(getattr(Graphs, name), keys))
+    monkeypatch.setattr(triton_backend.TritonBackend, "_decode_config", config_of)
+    overlapped, plain = engines_of(model_zoo.model_directory("llama3"), 40, "recompute")
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for longer in (9, 21):
+        asks = [(prompt(longer, 1), sampling), (prompt(5, 2), sampling)]
+        assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    assert set(computed) <= set(prepared)
+    assert len({each for each in computed if each.mixed is None and each.size == 2}) == 2
+
+
+def noted(method: Callable[..., None], keys: list[Captured]) -> Callable[..., None]:
+    """A method of Graphs, which notes the keys of steps."""
+
+    def note(graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
+        if isinstance(key, Captured):
+            keys.append(key)
+        method(graphs, key, work)
 
     return note
 

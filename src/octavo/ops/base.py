@@ -8,7 +8,7 @@ can copy and swap whole blocks without knowing what is in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -365,6 +365,9 @@ class AttentionBatch:
     cascade: Sequence[CascadeSegments | None] = ()
     # Set while a step is captured: launches depend on these sizes alone. Padding tokens come last.
     padded: PaddedSizes | None = None
+    # Keys that kernels are chosen for where no sequence has as many: padding stands for longer ones
+    # when a step is captured.
+    longest: int = 0
     # int32 [num_seqs]: tokens of each sequence's encoder input, all of which the layers that read
     # it see; 0 marks padding. None: no layer does.
     encoder_lens: Tensor | None = None
@@ -407,8 +410,12 @@ class AttentionBackend(Protocol):
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's K and V inside one block; its size is proportional to block_size."""
 
-    def plan(self, batch: AttentionBatch) -> None:
-        """Prepare a step: host work, once per step, before the first `forward`."""
+    def plan(self, batch: AttentionBatch) -> Hashable:
+        """Prepare a step: host work, once per step, before the first `forward`.
+
+        Returns a name of the kernels that the step has. Steps of the same padded sizes with the
+        same name make the same launches, so one captured graph computes them.
+        """
 
     def forward(
         self,

@@ -66,7 +66,8 @@ class Graphs:
     def num_graphs(self) -> int:
         """How many steps may be captured: each size with cascade attention and without.
 
-        Graphs of sampling are small by comparison, and not counted.
+        Graphs of sampling, and those of few sequences with kernels for longer contexts, are small
+        or few by comparison, and not counted.
         """
         return 2 * (len(self.sizes) + len(self.mixed))
 
@@ -86,7 +87,9 @@ class Graphs:
         return None
 
     def prepare(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run `work` eagerly, then capture it, so that `run` never has to."""
+        """Run `work` eagerly, then capture it, so that `run` never has to; once for each key."""
+        if key in self._graphs:
+            return
         work()
         if self._captures:
             self._graphs[key] = self._capture(work)

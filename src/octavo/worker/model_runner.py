@@ -11,10 +11,11 @@ were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -69,7 +70,7 @@ class Captured(NamedTuple):
 
     size: int  # sequences, if each computes one token; else tokens
     mixed: PaddedSizes | None = None  # the padded sizes of a step with prompts
-    has_cascade: bool = False  # keys are read for several sequences at once
+    kernels: Hashable = None  # of attention: see AttentionBackend.plan
 
 
 class StagedStep(NamedTuple):
@@ -142,9 +143,9 @@ class ModelRunner:
         num_rows = 2 * scheduler.max_num_seqs + 1
         on_device = None
         encoder = model_config.encoder
+        self._longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
         if device.keeps_tables:
-            longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
-            max_blocks = -(-longest // min(block_sizes))
+            max_blocks = -(-self._longest // min(block_sizes))
             have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
             on_device = DeviceTables(
                 block_sizes, have_windows, num_rows, max_blocks, device.torch_device
@@ -294,13 +295,12 @@ class ModelRunner:
         num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
         inputs = batch.model_input(plan, num_padding)
         attention = inputs.attention
-        if captured is not None:
-            if attention.cascade:
-                captured = captured._replace(has_cascade=True)
-            if captured.mixed is not None:
-                attention = replace(attention, padded=captured.mixed)
+        if captured is not None and captured.mixed is not None:
+            attention = replace(attention, padded=captured.mixed)
         input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
-        self._backend.plan(attention)
+        kernels = self._backend.plan(attention)
+        if captured is not None:
+            captured = captured._replace(kernels=kernels)
         logits_indices = hidden_indices = sampling = sampled_rows = results = None
         masked = None
         if not (plan.only_decodes and ending == plan.seq_ids):
@@ -332,17 +332,17 @@ class ModelRunner:
             results,
             self._stage_mark() if decodes else None,
         )
-        if self._may_continue(plan, staged):
+        if not attention.cascade and self._may_continue(plan, staged):
             self._continued = Continued(plan.seq_ids, staged, MOST_CONTINUED)
         return staged
 
     def _may_continue(self, plan: StepPlan, staged: StagedStep) -> bool:
-        """Whether the device has all that the next step of the same sequences needs."""
+        """Whether the device has all that the next step of the same sequences needs, which read no
+        keys together."""
         return (
             self._continuing is not None
             and staged.is_staged is not None
             and staged.captured is not None
-            and not staged.captured.has_cascade
             and staged.results is not None
             and plan.sampled == plan.seq_ids
             and self._batch.are_plain(plan.seq_ids)
@@ -512,19 +512,21 @@ class ModelRunner:
         A step that is captured while requests are served would keep them waiting. Steps with
         cascade attention are, but their kernels are compiled here.
         """
+        lengths = (1, self._longest)  # keys of a sequence, for which kernels may differ
         with torch.inference_mode():
-            for mixed in reversed(graphs.mixed):
-                captured = Captured(mixed.num_tokens, mixed)
-                staged = self._stage_padding(captured)
-                graphs.prepare(captured, partial(self._forward_captured, staged))
+            for mixed, longest in product(reversed(graphs.mixed), lengths):
+                staged = self._stage_padding(Captured(mixed.num_tokens, mixed), longest)
+                graphs.prepare(staged.captured, partial(self._forward_captured, staged))
             for size in reversed(graphs.sizes):
-                staged = self._stage_padding(Captured(size))
-                graphs.prepare(Captured(size), partial(self._forward_captured, staged))
+                for longest in lengths:
+                    staged = self._stage_padding(Captured(size), longest)
+                    graphs.prepare(staged.captured, partial(self._forward_captured, staged))
                 assert staged.sampled_rows is not None, "those of padding"
                 for mode in get_args(DrawMode):
                     work = partial(self._draw_captured, mode, staged.sampled_rows)
                     graphs.prepare((mode, size), work)
-            self._forward_captured(self._stage_padding(Captured(graphs.sizes[0], has_cascade=True)))
+            staged = self._stage_padding(Captured(graphs.sizes[0]), has_cascade=True)
+            self._forward_captured(staged)
 
     def _captured_as(self, plan: StepPlan) -> Captured | None:
         """The graph that computes the plan, padded; None if no graph does."""
@@ -543,19 +545,21 @@ class ModelRunner:
         most = min(mixed.num_tokens, mixed.num_singles + mixed.num_chunks)
         return min(most, self._staging.max_num_seqs)
 
-    def _stage_padding(self, captured: Captured) -> StagedStep:
-        """Upload a step that is padding alone."""
+    def _stage_padding(
+        self, captured: Captured, longest: int = 1, has_cascade: bool = False
+    ) -> StagedStep:
+        """Upload a step that is padding alone, with the kernels of sequences of so many tokens."""
         batch, staging, drawing = self._batch, self._staging, self._draw_staging
         staging.begin()
         drawing.begin()
         nothing = StepPlan(-1, [], [], [], [])
         inputs = batch.model_input(nothing, 0 if captured.mixed else captured.size)
-        attention = replace(inputs.attention, padded=captured.mixed)
-        if captured.has_cascade:
+        attention = replace(inputs.attention, padded=captured.mixed, longest=longest)
+        if has_cascade:
             empty = [CascadeSegments.empty()] * len(attention.block_tables)
             attention = replace(attention, cascade=empty)
         staged_inputs = self._stage_inputs(inputs, captured.mixed)
-        self._backend.plan(attention)
+        captured = captured._replace(kernels=self._backend.plan(attention))
         sampling = self._sampler.stage(batch.sampling_batch([], []))
         rows = np.zeros(staging.max_num_seqs, np.int32)
         sampled_rows = drawing.put("sampled_rows", rows, len(rows))

@@ -11,7 +11,7 @@ else was tried.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +175,7 @@ class TritonBackend:
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_kv_heads, 2, block_size, head_dim)
 
-    def plan(self, batch: AttentionBatch) -> None:
+    def plan(self, batch: AttentionBatch) -> Hashable:
         seqs, encoder_lens = _sequences_of(batch), batch.encoder_lens
         encoded = None if encoder_lens is None else seqs._replace(contexts=encoder_lens.numpy())
         self._tables = list(batch.block_tables)
@@ -185,7 +185,7 @@ class TritonBackend:
         is_decode = seqs.lens == 1
         padded = batch.padded
         if is_decode.all() and padded is None:
-            self._plan_decodes(seqs, encoded, batch.staging, batch.cascade)
+            self._plan_decodes(seqs, encoded, batch, batch.cascade)
         else:
             num_singles = padded.num_singles if padded else 0
             num_chunks = padded.num_chunks if padded else 0
@@ -195,25 +195,29 @@ class TritonBackend:
                 (seqs.select(mask), None if encoded is None else encoded.select(mask))
                 for mask in (is_decode, ~is_decode)
             )
-            self._plan_decodes(*singles, batch.staging, cascade, num_singles)
+            self._plan_decodes(*singles, batch, cascade, num_singles)
             self._plan_prefills(*chunks, batch, num_chunks)
+        return tuple(config for _, config in self._decodes.values()), bool(self._cascades)
 
     def _plan_decodes(
         self,
         causal: Sequences,
         encoded: Sequences | None,
-        staging: Staging,
+        batch: AttentionBatch,
         cascade: Sequence[CascadeSegments | None],
         num_padded: int = 0,
     ) -> None:
-        """`causal`, `encoded`: the same sequences, with the keys of layers of either kind."""
+        """`causal`, `encoded`: the same sequences, with the keys of layers of either kind;
+        `cascade`: of them, where `batch` has more."""
+        staging = batch.staging
         num_seqs = max(len(causal.lens), num_padded)
         if not num_seqs:
             return
         for index, shape in enumerate(self._shapes):
             seqs, kv_heads = shape.keys_of(causal, encoded), shape.num_kv_heads
             work = self._cut_cascade(shape, seqs, cascade, num_padded)
-            config = self._decode_config(shape, num_seqs * kv_heads, work is not None)
+            longest = int(seqs.contexts.max(initial=batch.longest))
+            config = self._decode_config(shape, num_seqs * kv_heads, longest, work is not None)
             alignment = tile_alignment(config.tile, shape.block_size)
             splits: dict[str, Any] = {"num_splits": None}
             if isinstance(config, DecodeConfig):
@@ -240,17 +244,13 @@ class TritonBackend:
                 self._stage_cascade(index, shape, work, members, staging)
 
     def _decode_config(
-        self, shape: _Shape, num_pairs: int, has_cascade: bool
+        self, shape: _Shape, num_pairs: int, longest: int, has_cascade: bool
     ) -> DecodeConfig | ClusterConfig:
-        """num_pairs: sequences times KV heads. has_cascade: partial results of a cascade may be
-        there, which clusters do not take.
-
-        A captured step keeps its kernels, so what counts is how long a sequence may become.
-        """
-        if shape in self._cluster_shapes and not has_cascade and num_pairs <= MOST_PAIRS:
-            longest = max(table.shape[1] for table in self._tables) * shape.block_size
-            if min(longest, shape.window or longest) <= MOST_KEYS:
-                return ClusterConfig()
+        """num_pairs: sequences times KV heads. longest: keys of a sequence, at most. has_cascade:
+        partial results of a cascade may be there, which clusters do not take."""
+        is_small = num_pairs <= MOST_PAIRS and min(longest, shape.window or longest) <= MOST_KEYS
+        if shape in self._cluster_shapes and is_small and not has_cascade:
+            return ClusterConfig()
         return decode_config(
             *(self._dtype, shape.head_dim, shape.group, num_pairs),
             self._shared_memory,
