@@ -158,14 +158,15 @@ def clusters() -> None:
     heads, and all features."""
     from attention_cases import UnitNorm, rotary_table
 
-    from octavo.ops.cuda.attention_decode_cluster import attend_in_clusters
+    from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, attend_in_clusters
     from octavo.ops.cuda.attention_scores import KernelScores
     from octavo.ops.cuda.kv_write import HeadChanges
 
-    for dim, block_size, group, rotary_dim, window in (
-        (128, 16, 8, 128, None),
-        (64, 48, 7, 24, 100),
-        (128, 8, 1, None, 1),
+    for num_warps, dim, block_size, group, rotary_dim, window in (
+        (4, 128, 16, 8, 128, None),
+        (8, 128, 16, 8, 128, None),
+        (4, 64, 48, 7, 24, 100),
+        (4, 128, 8, 1, None, 1),
     ):
         query = torch.zeros(2, 2 * group, dim, dtype=torch.bfloat16)
         key = torch.zeros(2, 2, dim, dtype=torch.bfloat16)
@@ -188,6 +189,7 @@ def clusters() -> None:
             HeadChanges(rotary, norm, norm),
             KernelScores(0.1, cap, None, sinks, None),
             window,
+            ClusterConfig(num_warps),
         )
 
 

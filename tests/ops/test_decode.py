@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import gluon_emulator
 import numpy as np
 import pytest
@@ -153,10 +155,14 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
     rows = np.random.default_rng(0).permutation(num_seqs).astype(np.int32)
     seqs = Sequences(np.arange(num_seqs, dtype=np.int32)[::-1], rows, contexts, contexts * 0 + 1)
     cached = [max(0, int(contexts[list(rows).index(row)]) - 1) for row in range(num_seqs)]
-    tile = ClusterConfig().tile
-    for block_size, kv_heads, group, dim, window in CLUSTER_CASES[device.type]:
+    for config, (block_size, kv_heads, group, dim, window) in product(
+        (ClusterConfig(), ClusterConfig(8)), CLUSTER_CASES[device.type]
+    ):
+        tile = config.tile
         for dtype in CLUSTER_DTYPES[device.type]:
-            assert attention_decode_cluster.takes(dtype, dim, group)
+            if not config.takes(dtype, dim, group):
+                assert config.num_warps == 8
+                continue
             cap = None if window is None else 2.0
             paged = make_paged(cached, max(contexts) + 40, block_size, kv_heads, dim, dtype, device)
             fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).to(dtype).to(device)
@@ -177,6 +183,7 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
                 HeadChanges(*NO_CHANGES),
                 KernelScores.of(ScoreFunction(dim**-0.5, cap), device),
                 window,
+                config,
             )
             check_decodes(paged, seqs, query, key, value, output, window, cap)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,7 @@ from octavo.ops.cuda import attention, attention_decode_cluster
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
-from octavo.ops.cuda.attention_decode_cluster import MOST_KEYS, ClusterConfig
+from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, cluster_config
 from octavo.ops.cuda.attention_prefill import prefill_config
 from octavo.ops.cuda.tile_sizes import power_of_2
 
@@ -333,18 +334,34 @@ def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
     monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
     backend, table = backend_over("cpu", num_seqs=5, max_blocks=400)
     staging = HostStaging()
-    clusters = (ClusterConfig(),), False
-    few = decodes([1, MOST_KEYS, 700, 0], table, staging)
-    assert backend.plan(few) == clusters
+    few = decodes([1, 4096, 700, 0], table, staging)
+    assert backend.plan(few) == ((ClusterConfig(),), False)
     others = [
-        replace(few, longest=MOST_KEYS + 1),
+        replace(few, longest=4097),
         replace(few, cascade=[CascadeSegments.empty()]),
-        decodes([1, MOST_KEYS + 1, 700, 0], table, staging),
+        decodes([1, 4097, 700, 0], table, staging),
         decodes([9] * 5, table, staging),
     ]
     names = [backend.plan(each) for each in others]
-    assert clusters not in names
+    assert not any(isinstance(config, ClusterConfig) for configs, _ in names for config in configs)
     assert names[0] == names[2] != names[1]
+
+
+def test_programs_of_clusters_have_more_warps_for_longer_contexts_of_fewer_heads() -> None:
+    few, wide = ClusterConfig(), ClusterConfig(8)
+    chosen = [
+        (128, 8, 4, [few, wide, wide, None]),
+        (128, 4, 8, [few, few, None, None]),
+        (128, 1, 4, [few, few, None, None]),  # too few columns for the threads of eight warps
+        (64, 8, 4, [few, few, None, None]),
+        (128, 4, 9, [None] * 4),
+        (96, 4, 1, [None] * 4),
+        (128, 9, 1, [None] * 4),
+    ]
+    for head_dim, group, pairs, expected in chosen:
+        of_shape = partial(cluster_config, torch.bfloat16, head_dim, group, pairs)
+        assert [of_shape(longest) for longest in (1024, 4096, 8192, 8193)] == expected
+    assert cluster_config(torch.float32, 128, 8, 1, 1) is None
 
 
 @pytest.mark.gpu
@@ -353,7 +370,7 @@ def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
     ("longest", "lengths"),
     [
         (4800, [(700, 1, 4000, 0), (4800, 0, 0, 0), (16, 17, 4799, 4800)]),
-        (0, [(700, 1, MOST_KEYS, 0), (0, 65, 64, 0), (16, 1025, 2047, MOST_KEYS)]),
+        (0, [(700, 1, 4096, 0), (0, 65, 64, 0), (16, 1025, 2047, 4096)]),
     ],
     ids=["long", "short"],
 )

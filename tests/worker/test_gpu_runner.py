@@ -297,6 +297,7 @@ def test_a_step_has_the_kernels_that_its_contexts_choose(monkeypatch: pytest.Mon
     for name, keys in (("prepare", prepared), ("run", computed)):
         monkeypatch.setattr(Graphs, name, noted(getattr(Graphs, name), keys))
     monkeypatch.setattr(triton_backend.TritonBackend, "_decode_config", config_of)
+    monkeypatch.setattr(triton_backend.TritonBackend, "context_limits", (20,))
     overlapped, plain = engines_of(model_zoo.model_directory("llama3"), 40, "recompute")
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for longer in (9, 21):

@@ -392,6 +392,9 @@ class AttentionBackend(Protocol):
     # The optional fields of ScoreFunction that it computes, CROSS_ATTENTION if it has the last
     # three methods, and FP8_KV_CACHE if it takes layers with kv_scales.
     score_features: frozenset[str]
+    # Up to and beyond so many keys of the longest sequence, a step may have other kernels,
+    # ascending. A backend without the attribute has the same ones for all.
+    context_limits: tuple[int, ...]
 
     def __init__(
         self,

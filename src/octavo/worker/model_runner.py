@@ -512,7 +512,8 @@ class ModelRunner:
         A step that is captured while requests are served would keep them waiting. Steps with
         cascade attention are, but their kernels are compiled here.
         """
-        lengths = (1, self._longest)  # keys of a sequence, for which kernels may differ
+        limits: tuple[int, ...] = getattr(self._backend, "context_limits", ())
+        lengths = [*(each for each in limits if each < self._longest), self._longest]
         with torch.inference_mode():
             for mixed, longest in product(reversed(graphs.mixed), lengths):
                 staged = self._stage_padding(Captured(mixed.num_tokens, mixed), longest)

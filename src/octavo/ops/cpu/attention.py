@@ -66,6 +66,7 @@ class CpuBackend:
     score_features = frozenset(
         {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
+    context_limits: tuple[int, ...] = ()
 
     def __init__(
         self,

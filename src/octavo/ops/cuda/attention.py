@@ -34,7 +34,7 @@ from octavo.ops.base import (
     RotaryTable,
     Staging,
 )
-from octavo.ops.cuda import attention_decode_cluster, attention_prefill_hopper
+from octavo.ops.cuda import attention_prefill_hopper
 from octavo.ops.cuda.attention_cascade import CascadeConfig, cascade_attention, cascade_config
 from octavo.ops.cuda.attention_decode import (
     MAX_PROGRAMS,
@@ -44,7 +44,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_attention,
     decode_config,
 )
-from octavo.ops.cuda.attention_decode_cluster import MOST_KEYS, MOST_PAIRS, ClusterConfig
+from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
 from octavo.ops.cuda.attention_prefill import (
     HopperPrefillConfig,
     PrefillConfig,
@@ -132,6 +132,7 @@ class TritonBackend:
     score_features = frozenset(
         {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
+    context_limits: tuple[int, ...] = CONTEXT_LIMITS
 
     def __init__(
         self,
@@ -248,10 +249,11 @@ class TritonBackend:
     ) -> DecodeConfig | ClusterConfig:
         """num_pairs: sequences times KV heads. longest: keys of a sequence, at most. has_cascade:
         partial results of a cascade may be there, which clusters do not take."""
-        is_small = num_pairs <= MOST_PAIRS and min(longest, shape.window or longest) <= MOST_KEYS
-        if shape in self._cluster_shapes and is_small and not has_cascade:
-            return ClusterConfig()
-        return decode_config(
+        clusters = None
+        if shape in self._cluster_shapes and not has_cascade:
+            longest = min(longest, shape.window or longest)
+            clusters = cluster_config(self._dtype, shape.head_dim, shape.group, num_pairs, longest)
+        return clusters or decode_config(
             *(self._dtype, shape.head_dim, shape.group, num_pairs),
             self._shared_memory,
             self._is_fp8,
@@ -356,12 +358,8 @@ class TritonBackend:
         )
 
     def _is_for_clusters(self, shape: _Shape, device: torch.device) -> bool:
-        """Whether attention_decode_cluster.py computes few decodes of layers of this shape."""
-        if not _is_on_hopper(device) or self._is_fp8:
-            return False
-        return attention_decode_cluster.takes(
-            self._dtype, shape.head_dim, shape.group
-        ) and not self._need_distances(shape)
+        """Whether `cluster_config` knows how few decodes of layers of this shape are computed."""
+        return _is_on_hopper(device) and not self._is_fp8 and not self._need_distances(shape)
 
     def _need_distances(self, shape: _Shape) -> bool:
         """Whether scores of any layer of this shape depend on how far a key is."""

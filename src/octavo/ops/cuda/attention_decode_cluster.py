@@ -16,9 +16,9 @@ names. So a thread loads 16 bytes at once, of keys and of values.
 The first tile is loaded before the preceding kernel has ended (pdl.py). The program with the last
 keys of a sequence also takes the new token, whose key is rotated beside the queries.
 
-With more keys than `MOST_KEYS` the kernel is slower than that of attention_decode.py: a program has
-one tile under way, and a cluster no more than 16 programs. docs/experiments.md, Clusters for one
-sequence, has the figures.
+With more pairs of sequences and KV heads, or more keys, the kernel is slower than that of
+attention_decode.py (`cluster_config`): a program has one tile under way, and a cluster no more than
+16 programs. docs/experiments.md, Clusters for one sequence, has the figures.
 
 Reference: `ReferenceBackend`. Heads of any other kind have attention_decode.py's kernel.
 """
@@ -58,10 +58,8 @@ from octavo.ops.cuda.rotary import partner_of
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 _HEAD_DIMS = (64, 128)
-MOST_PAIRS = 8  # of sequences and KV heads: so many clusters have an SM for each program
-MOST_KEYS = 2048  # of a sequence: two tiles for each program. With more, clusters are too few.
+CONTEXT_LIMITS = (1024, 4096, 8192)  # keys of a sequence, from which on other kernels are faster
 _CLUSTER = 16
-_WARPS = 4
 _KEYS = tl.constexpr(16)  # of a warp
 _HEADS = tl.constexpr(8)  # of a group, padded
 _TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -69,24 +67,51 @@ _TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Says that a step's decodes have this module's kernel."""
+    """Says that a step's decodes have this module's kernel, in programs of so many warps."""
 
-    tile: int = _WARPS * _KEYS.value  # keys that a program takes at once
+    num_warps: int = 4
+
+    @property
+    def tile(self) -> int:
+        """Keys that a program takes at once."""
+        return self.num_warps * int(_KEYS.value)
+
+    def takes(self, dtype: torch.dtype, head_dim: int, group: int) -> bool:
+        """Whether the kernel computes decodes of such layers on a Hopper GPU.
+
+        The cache is of the same dtype, and scores do not depend on distances.
+
+        group: query heads of a KV head.
+        """
+        return (
+            dtype in (torch.float16, torch.bfloat16)
+            and head_dim in _HEAD_DIMS
+            and group <= _HEADS.value
+            # An output column for each thread.
+            and power_of_2(group) * head_dim >= 32 * self.num_warps
+        )
 
 
-def takes(dtype: torch.dtype, head_dim: int, group: int) -> bool:
-    """Whether the kernel computes decodes of such layers on a Hopper GPU, up to `MOST_PAIRS`.
+def cluster_config(
+    dtype: torch.dtype, head_dim: int, group: int, num_pairs: int, longest: int
+) -> ClusterConfig | None:
+    """How decodes of such layers are computed; None: by another kernel, which is faster or has to.
 
-    The cache is of the same dtype, and scores do not depend on distances.
-
-    group: query heads of a KV head.
+    Args:
+        dtype, head_dim, group: see `ClusterConfig.takes`.
+        num_pairs: sequences times KV heads. Up to eight clusters have an SM for each program, and
+            up to four leave room for programs of eight warps.
+        longest: keys of a sequence, at most.
     """
-    return (
-        dtype in (torch.float16, torch.bfloat16)
-        and head_dim in _HEAD_DIMS
-        and group <= _HEADS.value
-        and power_of_2(group) * head_dim >= 32 * _WARPS  # an output column for each thread
-    )
+    narrow, wide = ClusterConfig(), ClusterConfig(8)
+    one_tile, most, most_of_wide = CONTEXT_LIMITS
+    if not narrow.takes(dtype, head_dim, group) or num_pairs > 8:
+        return None
+    if num_pairs <= 4 and head_dim == 128 and wide.takes(dtype, head_dim, group):
+        if longest <= one_tile:
+            return narrow
+        return wide if longest <= most_of_wide else None
+    return narrow if longest <= most else None
 
 
 @gluon.jit
@@ -467,7 +492,7 @@ def _cluster_kernel(
         gl.store(output + (of_head + own), out.to(DTYPE), mask=own < GROUP * HEAD_DIM)
 
 
-def _layouts(group: int, head_dim: int) -> dict[str, Any]:
+def _layouts(group: int, head_dim: int, num_warps: int) -> dict[str, Any]:
     """How values and their sums lie in registers.
 
     VALUES, [WARPS, 16, HEAD_DIM]: as a left operand takes them, but that a thread has neighbouring
@@ -478,26 +503,26 @@ def _layouts(group: int, head_dim: int) -> dict[str, Any]:
     """
     panels = [[0, 0, 64 << i] for i in range((head_dim // 64).bit_length() - 1)]
     eight, of_eight = ([[0, 0, first << i] for i in range(3)] for first in (1, 8))
-    warps = [[1 << i, 0, 0] for i in range(_WARPS.bit_length() - 1)]
+    warps = [[1 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
     values = gl.DistributedLinearLayout(
         reg_bases=[*eight, *panels, [0, 1, 0], [0, 8, 0]],
         lane_bases=[[0, 2, 0], [0, 4, 0], *of_eight],
         warp_bases=warps,
         block_bases=[],
-        shape=[_WARPS, _KEYS.value, head_dim],
+        shape=[num_warps, _KEYS.value, head_dim],
     )
     sums = gl.DistributedLinearLayout(
         reg_bases=[*eight, *panels, [0, 1, 0]],
         lane_bases=[[0, 2, 0], [0, 4, 0], *of_eight],
         warp_bases=warps,
         block_bases=[],
-        shape=[_WARPS, _HEADS.value, head_dim],
+        shape=[num_warps, _HEADS.value, head_dim],
     )
-    vec = min(4, group * head_dim // (32 * _WARPS))
+    vec = min(4, group * head_dim // (32 * num_warps))
     lanes = min(32, head_dim // vec)  # of a row
-    rows = min(_WARPS, group * lanes // 32)
+    rows = min(num_warps, group * lanes // 32)
     gathered = gl.BlockedLayout(
-        [_WARPS, 1, vec], [1, 32 // lanes, lanes], [1, rows, _WARPS // rows], [2, 1, 0]
+        [num_warps, 1, vec], [1, 32 // lanes, lanes], [1, rows, num_warps // rows], [2, 1, 0]
     )
     prepared = gl.PaddedSharedLayout.with_identity_for(
         [[head_dim, 8]], [max(2 * group, _HEADS.value), head_dim], [1, 0]
@@ -505,10 +530,10 @@ def _layouts(group: int, head_dim: int) -> dict[str, Any]:
     return {"VALUES": values, "SUMS": sums, "GATHERED": gathered, "PREPARED": prepared}
 
 
-def _inbox_bytes(group: int, head_dim: int) -> int:
+def _inbox_bytes(group: int, head_dim: int, num_warps: int) -> int:
     """Of a barrier, maxima and sums of weights, results; and what the warps keep."""
     line = (group * head_dim // _CLUSTER + 8) * 4
-    kept = _WARPS * group * (head_dim * 4 + 16)
+    kept = num_warps * group * (head_dim * 4 + 16)
     return int(BARRIER_BYTES.value) + _CLUSTER * (8 + line) + kept
 
 
@@ -523,8 +548,9 @@ def attend_in_clusters(
     changes: HeadChanges,
     scores: KernelScores,
     window: int | None,
+    config: ClusterConfig,
 ) -> None:
-    """As `decode_attention`, of what `takes` says.
+    """As `decode_attention`, of what `config` takes.
 
     Args:
         items: one for each sequence, with all its cached keys, of which the first may be any; or of
@@ -560,15 +586,15 @@ def attend_in_clusters(
         GROUP_PAD=padded,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        WARPS=_WARPS,
+        WARPS=config.num_warps,
         CLUSTER=_CLUSTER,
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         FIELDS=ITEM_FIELDS,
-        **_layouts(padded, head_dim),
-        INBOX=inbox_of(_inbox_bytes(padded, head_dim)),
-        num_warps=_WARPS,
+        **_layouts(padded, head_dim, config.num_warps),
+        INBOX=inbox_of(_inbox_bytes(padded, head_dim, config.num_warps)),
+        num_warps=config.num_warps,
         **launch_options(query.device),
     )

@@ -27,6 +27,7 @@ class ReferenceBackend:
     score_features = frozenset(
         {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
+    context_limits: tuple[int, ...] = ()
 
     def __init__(
         self,
