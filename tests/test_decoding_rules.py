@@ -52,6 +52,13 @@ def plain() -> list[int]:
     return generated(PROMPT)
 
 
+def test_a_forced_token_that_is_a_bad_word_is_forced(tmp_path: Path) -> None:
+    rules = {"bad_words_ids": [[9]], "forced_bos_token_id": 9, "forced_eos_token_id": 9}
+    want = generated(PROMPT[:1], **rules)
+    assert want[0] == want[-1] == 9
+    assert served(directory_with(rules, tmp_path), [PROMPT[:1]], "native") == [want]
+
+
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize(
     "kind",
@@ -100,8 +107,12 @@ def test_greedy_tokens_equal_those_of_generate(
         {"do_sample": True, "eta_cutoff": 0.1},
         {"suppress_tokens": [320]},
         {"repetition_penalty": -1.0},
+        {"suppress_tokens": [4, 9], "forced_bos_token_id": 9},
+        {"suppress_tokens": [9], "forced_eos_token_id": 9},
+        {"bad_words_ids": [[i] for i in range(5, 320)], "suppress_tokens": [*range(5)]},
+        {"bad_words_ids": [[i] for i in range(320)]},
     ],
-    ids=str,
+    ids=lambda rules: str(rules)[:60],
 )
 def test_what_octavo_lacks_is_refused_by_name(rules: dict[str, Any], tmp_path: Path) -> None:
     name = [*rules][-1]

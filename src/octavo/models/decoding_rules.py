@@ -53,20 +53,32 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
         size = config.count("no_repeat_ngram_size", limit=1 << 20)
+    bad_words, suppressed = _bad_words(config, vocab_size), _suppressed(config, vocab_size)
+    forbidden = {word[0] for word in bad_words + suppressed if len(word) == 1}
+    if len(forbidden) == vocab_size:
+        name = "suppress_tokens" if suppressed else "bad_words_ids"
+        raise config.error(name, f"it forbids all {vocab_size} tokens of the vocabulary")
     return DecodingRules(
-        _token(config, "forced_bos_token_id", vocab_size),
-        _token(config, "forced_eos_token_id", vocab_size),
+        _forced(config, "forced_bos_token_id", vocab_size, suppressed),
+        _forced(config, "forced_eos_token_id", vocab_size, suppressed),
         size,
-        _bad_words(config, vocab_size) + _suppressed(config, vocab_size),
+        bad_words + suppressed,
         config.flag("renormalize_logits", False),
     )
 
 
-def _token(config: Fields, name: str, vocab_size: int) -> int | None:
+def _forced(
+    config: Fields, name: str, vocab_size: int, suppressed: tuple[tuple[int, ...], ...]
+) -> int | None:
+    """A token that must come, whether it is a bad word or not. One that is suppressed leaves no
+    token to draw; transformers refuses it, too."""
     token_ids = config.token_ids(name)
     if len(token_ids) > 1 or any(not 0 <= token_id < vocab_size for token_id in token_ids):
         raise config.error(name, f"it must be one token of the vocabulary of {vocab_size}")
-    return next(iter(token_ids), None)
+    token_id = next(iter(token_ids), None)
+    if token_id is not None and (token_id,) in suppressed:
+        raise config.error(name, "but suppress_tokens has it, too, so that no token could come")
+    return token_id
 
 
 def _suppressed(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
