@@ -152,6 +152,48 @@ def test_values_that_the_attention_or_positions_cannot_have_are_refused(
     assert reason in refused(tmp_path, model_type, **fields)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reasons"),
+    [
+        (
+            "mixtral",
+            {"num_local_experts": 1},
+            ["num_experts_per_tok is 2; it must be from 0 to 1 (num_local_experts)"],
+        ),
+        ("olmoe", {"num_experts": -1}, ["num_experts is -1; it must be positive"]),
+        ("ernie4_5_moe", {"moe_k": 5}, ["moe_k is 5; it must be from 0 to 4 (moe_num_experts)"]),
+        (
+            "deepseek_v3",
+            {"n_group": 0},
+            ["n_group is 0; it must divide 4 (n_routed_experts) into groups of 2 or more"],
+        ),
+        ("deepseek_v3", {"n_group": 4}, ["n_group is 4; it must divide 4"]),
+        ("deepseek_v3", {"topk_group": 2}, ["topk_group is 2; it must be from 0 to 1 (n_group)"]),
+        (
+            "dots1",
+            {"n_group": -1, "num_experts_per_tok": 5},
+            ["n_group is -1; it must divide 4", "num_experts_per_tok is 5; it must be from 0 to 4"],
+        ),
+        # transformers would take two of the eight for experts of the next token.
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_group": 3},
+            ["n_group is 3; it must divide 8 (n_routed_experts)"],
+        ),
+    ],
+)
+def test_numbers_of_experts_that_do_not_fit_are_named(
+    model_type: str, fields: dict[str, Any], reasons: list[str], tmp_path: Path
+) -> None:
+    shrunken_config(model_type).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(ModelError) as error:
+        read_model_config(tmp_path, "transformers")
+    message = str(error.value)
+    assert [reason for reason in reasons if reason not in message] == []
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # torch's own
 @pytest.mark.parametrize(
     ("model_type", "fields", "name"),

@@ -19,9 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from octavo.errors import ModelError, shown
 from octavo.models.fallback.paged import ATTENTION, EXPERTS, register
-from octavo.models.fallback.recording import NO_INTERFACE, Recording, Unserved, record
+from octavo.models.fallback.recording import (
+    NO_INTERFACE,
+    ForwardFailed,
+    Recording,
+    Unserved,
+    record,
+)
 
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
 STATE = "its layers carry a state from token to token"
 STATEFUL = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
@@ -99,6 +107,7 @@ def build(directory: Path, dtype: torch.dtype, max_model_len: int | None = None)
 
 def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     _check_kind(config)
+    _check_groups(config)
     register()
     try:
         with quiet(), torch.device("meta"):
@@ -116,6 +125,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     except Exception as error:  # whatever its constructor raises for fields that do not fit
         raise Unserved(
             f"it cannot be made from these fields ({type(error).__name__}: {error})"
+            f"{_wrong_numbers(config)}"
         ) from error
     model.train(False)
     _check_sizes(model)
@@ -134,7 +144,10 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     if own_limit < 1:
         raise Unserved(f"it has no positions from {first_position} (pad_token_id + 1) on")
     paths = {module: path for path, module in model.named_modules()}
-    recording = record(model, base, paths, max_model_len or own_limit)
+    try:
+        recording = record(model, base, paths, max_model_len or own_limit)
+    except ForwardFailed as error:
+        raise Unserved(f"{error}{_wrong_numbers(config)}") from error
     _check_window(model.config, own_limit, recording)
     return Built(model, base, paths, own_limit, first_position, recording)
 
@@ -180,6 +193,45 @@ def _check_sizes(model: nn.Module) -> None:
                 f"{name} has shape {list(parameter.shape)}: a size in config.json is 0, or becomes "
                 "0 where it is divided"
             )
+
+
+def _numbers_of_experts(config: Any) -> tuple[str | None, dict[str, int]]:
+    """The field that has the number of experts, if there is one, and all that are integers."""
+    values = config.to_dict()
+    fields = {name: value for name, value in values.items() if isinstance(value, int)}
+    return next((name for name in NUM_EXPERTS if name in fields), None), fields
+
+
+def _check_groups(config: Any) -> None:
+    """Refuse groups that do not divide the experts: some of transformers' modules would take those
+    that are left over for experts of the next token."""
+    experts, fields = _numbers_of_experts(config)
+    groups = fields.get("n_group", 1)
+    if experts is not None and groups > 0 and fields[experts] % groups:
+        raise Unserved(f"n_group is {groups}; it must divide {fields[experts]} ({experts})")
+
+
+def _wrong_numbers(config: Any) -> str:
+    """What to add to an error of transformers' modules, whose own does not name a field: numbers of
+    experts that do not fit together, each with its limit."""
+    experts, fields = _numbers_of_experts(config)
+    if experts is None:
+        return ""
+    number, found = fields[experts], []
+    if number < 1:
+        found.append(f"{experts} is {number}; it must be positive")
+    for name in NUM_CHOSEN:
+        if name in fields and not 0 <= fields[name] <= number:
+            found.append(f"{name} is {fields[name]}; it must be from 0 to {number} ({experts})")
+    groups = fields.get("n_group")
+    if groups is not None and not 1 <= groups <= number // 2:
+        found.append(
+            f"n_group is {groups}; it must divide {number} ({experts}) into groups of 2 or more"
+        )
+    chosen = fields.get("topk_group")
+    if groups is not None and chosen is not None and groups > 0 and not 0 <= chosen <= groups:
+        found.append(f"topk_group is {chosen}; it must be from 0 to {groups} (n_group)")
+    return "".join(f"; {each}" for each in found)
 
 
 def _check_window(config: Any, limit: int, recording: Recording) -> None:

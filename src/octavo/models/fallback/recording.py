@@ -45,6 +45,10 @@ class Unserved(Exception):
     """Why octavo cannot serve a model through transformers."""
 
 
+class ForwardFailed(Unserved):
+    """An error that the model's own code raised."""
+
+
 class Window(NamedTuple):
     """A causal mask: the query at p sees the keys p - size + 1 .. p; None: all up to p."""
 
@@ -132,7 +136,7 @@ def record(
         except NotImplementedError as error:  # of tensors that have no data to copy
             raise Unserved(DATA_DEPENDENT) from error
         except Exception as error:  # whatever a model's own code raises
-            raise Unserved(
+            raise ForwardFailed(
                 f"its forward pass fails on tensors without data ({type(error).__name__}: {error})"
             ) from error
     recorder.check(model)
