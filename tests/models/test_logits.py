@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from dense_harness import DenseHarness
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -149,7 +150,8 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_model_with_images(prefix: str, tmp_path: Path) -> None:
     """Both ways in which checkpoints of Gemma 3 are named; what belongs to images is left out."""
-    text = model_zoo.model_directory("gemma3_text")
+    text = tmp_path / "text"
+    model_zoo.write_model("gemma3_text", text, final_logit_softcapping=None)
     fields = json.loads((text / "config.json").read_text())
     whole = {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -164,14 +166,16 @@ def test_the_text_part_of_a_model_with_images(prefix: str, tmp_path: Path) -> No
     renamed["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(8)
     renamed["model.multi_modal_projector.mm_input_projection_weight"] = torch.ones(8, 8)
     save_file(renamed, tmp_path / "model.safetensors")
-    want = expected(model_zoo.reference_model("gemma3_text"), PROMPT)
+    want = expected(model_zoo.load_reference(text), PROMPT)
     assert_equal(DenseHarness(load(tmp_path), len(PROMPT)).run({0: PROMPT})[0], want)
     config = read_model_config(tmp_path)
     assert (config.family, config.eos_token_ids) == ("gemma3", (1, 106))
-    whole["text_config"] = fields | {"use_bidirectional_attention": True}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(ModelError, match="text_config: use_bidirectional_attention is True"):
-        read_model_config(tmp_path)
+    # The last is ignored by transformers' class for models with images, and by no other.
+    for name, value in (("use_bidirectional_attention", True), ("final_logit_softcapping", 30.0)):
+        whole["text_config"] = fields | {name: value}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        with pytest.raises(ModelError, match=f"text_config: {name} is {value}"):
+            read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": 5}))
     with pytest.raises(ModelError, match="text_config is 5; it must be a JSON object"):
         read_model_config(tmp_path)
@@ -210,6 +214,45 @@ def test_the_text_part_of_mistral_3(name: str, has_head: bool, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(ModelError, match="text_config: model_type is 'llama'; octavo knows mini"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_text", "is_tied"),
+    [({}, False, True), ({"tie_word_embeddings": False}, True, False)],
+)
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_heads_of_models_with_images_are_tied_as_said_outside_text_config(
+    name: str, said: dict[str, bool], of_text: bool, is_tied: bool, tmp_path: Path
+) -> None:
+    text_name, vision, kind, architecture = {
+        "gemma3": ("gemma3_text", "siglip_vision_model", "gemma3_text", "Gemma3"),
+        "mistral3": ("mistral", "pixtral", "mistral", "Mistral3"),
+    }[name]
+    text = json.loads((model_zoo.model_directory(text_name) / "config.json").read_text())
+    text.pop("final_logit_softcapping", None)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    whole = {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": name,
+        **said,
+        "text_config": text | {"model_type": kind, "tie_word_embeddings": of_text},
+        "vision_config": {
+            **sizes,
+            **{"model_type": vision, "num_attention_heads": 2, "head_dim": 8},
+            **{"image_size": 28, "patch_size": 14},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    model_zoo.randomise(model.eval(), seed=0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_model_config(tmp_path).tied_embeddings == is_tied
+    got = DenseHarness(load(tmp_path), len(PROMPT)).run({0: PROMPT})[0]
+    assert_equal(got, expected(model, PROMPT))
 
 
 def test_longrope_within_the_original_context(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     quantization = source.quantization()
     family = _family_of(config)
     names = source.weight_names(family)
-    text = config if family.text_config is None else config.part(family.text_config)
+    text = config if family.text_config is None else _text_part(config, family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
@@ -155,6 +155,14 @@ def _read_native(source: ModelSource) -> ModelConfig:
         eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
         **_of_output(config, generation, description.vocab_size),
     )
+
+
+def _text_part(config: Fields, name: str) -> Fields:
+    """The object of a model that takes other input than text, too. Whether its head shares the
+    table of the embedding is said outside, as in transformers."""
+    part = config.part(name)
+    tied = config.flag("tie_word_embeddings", True)
+    return Fields(part.where, part.values | {"tie_word_embeddings": tied})
 
 
 def _as_stored(

@@ -19,4 +19,6 @@ FAMILY = replace(
     note="Gemma 3 4B, 12B, 27B: text, without images",
     weights=WEIGHTS,
     text_config="text_config",
+    options=gemma3_text.FAMILY.options - {"final_logit_softcapping"},  # transformers ignores it
+    own_head="lm_head.weight",
 )
