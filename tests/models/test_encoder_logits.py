@@ -236,7 +236,16 @@ def test_copies_of_the_embedding_must_agree(tmp_path: Path) -> None:
     load(directory)
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"] + 1
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ModelError, match="differs from the token embeddings"):
+    with pytest.raises(ModelError, match="says that they are the same"):
+        load(directory)
+
+
+def test_tables_of_their_own_for_encoder_and_decoder_are_refused(tmp_path: Path) -> None:
+    directory = model_zoo.write_model("bart", tmp_path, tie_word_embeddings=False)
+    with pytest.raises(
+        ModelError,
+        match=r"embed_tokens.weight differs .*\(tie_word_embeddings is false\); octavo serves bart",
+    ):
         load(directory)
 
 

@@ -142,7 +142,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                             destination[len(part) :].zero_()
                     elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
-                        raise ModelError(f"{where} {_contradiction(is_embedding)}")
+                        raise ModelError(f"{where} {_contradiction(is_embedding, config)}")
                 loaded.add(identity)
                 freed.after(math.prod(target.shape))
             elif config.is_stored_quantized and is_unused_bias(name, tensor):
@@ -487,11 +487,16 @@ def _parts(
         yield part, destination
 
 
-def _contradiction(is_embedding: bool) -> str:
+def _contradiction(is_embedding: bool, config: ModelConfig) -> str:
     """The error for a tensor whose parameter another tensor has set to different values."""
-    if is_embedding:
+    if is_embedding and config.tied_embeddings:
         return (
             "differs from the token embeddings, but config.json says that they are the same "
             "(tie_word_embeddings)"
+        )
+    if is_embedding and config.encoder is not None:
+        return (
+            "differs from the token embeddings (tie_word_embeddings is false); octavo serves "
+            f"{config.family} whose encoder and decoder share one table"
         )
     return "differs from another tensor for the same parameter"
