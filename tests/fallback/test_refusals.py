@@ -174,6 +174,7 @@ def test_values_that_the_attention_or_positions_cannot_have_are_refused(
             {"n_group": -1, "num_experts_per_tok": 5},
             ["n_group is -1; it must divide 4", "num_experts_per_tok is 5; it must be from 0 to 4"],
         ),
+        ("deepseek_v3", {"head_dim": 6}, ["head_dim is 6; it must be 8 (qk_rope_head_dim)"]),
         # transformers would take two of the eight for experts of the next token.
         (
             "deepseek_v2",
@@ -182,7 +183,7 @@ def test_values_that_the_attention_or_positions_cannot_have_are_refused(
         ),
     ],
 )
-def test_numbers_of_experts_that_do_not_fit_are_named(
+def test_numbers_that_do_not_fit_together_are_named(
     model_type: str, fields: dict[str, Any], reasons: list[str], tmp_path: Path
 ) -> None:
     shrunken_config(model_type).save_pretrained(tmp_path)

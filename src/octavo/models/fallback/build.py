@@ -212,11 +212,17 @@ def _check_groups(config: Any) -> None:
 
 
 def _wrong_numbers(config: Any) -> str:
-    """What to add to an error of transformers' modules, whose own does not name a field: numbers of
-    experts that do not fit together, each with its limit."""
+    """What to add to an error of transformers' modules, whose own does not name a field: numbers
+    that do not fit together, each with its limit."""
     experts, fields = _numbers_of_experts(config)
-    if experts is None:
-        return ""
+    found = [] if experts is None else _wrong_experts(experts, fields)
+    size, rotated = fields.get("head_dim"), fields.get("qk_rope_head_dim")
+    if size is not None and rotated is not None and size != rotated:
+        found.append(f"head_dim is {size}; it must be {rotated} (qk_rope_head_dim)")
+    return "".join(f"; {each}" for each in found)
+
+
+def _wrong_experts(experts: str, fields: dict[str, int]) -> list[str]:
     number, found = fields[experts], []
     if number < 1:
         found.append(f"{experts} is {number}; it must be positive")
@@ -231,7 +237,7 @@ def _wrong_numbers(config: Any) -> str:
     chosen = fields.get("topk_group")
     if groups is not None and chosen is not None and groups > 0 and not 0 <= chosen <= groups:
         found.append(f"topk_group is {chosen}; it must be from 0 to {groups} (n_group)")
-    return "".join(f"; {each}" for each in found)
+    return found
 
 
 def _check_window(config: Any, limit: int, recording: Recording) -> None:
