@@ -23,6 +23,7 @@ from octavo.layers import experts as layers
 from octavo.layers.config import ExpertsConfig
 from octavo.layers.experts import MixtureOfExperts, QuantizedExperts
 from octavo.models.config import ModelConfig
+from octavo.models.dequantize import MX_LARGEST
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -30,7 +31,7 @@ from octavo.ops.cuda.experts import CudaExperts
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed
-from octavo.ops.quantized import Rounding
+from octavo.ops.quantized import MxFloat4, Rounding
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
 
@@ -181,7 +182,12 @@ def test_ranks_keep_parts_of_experts_in_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("scales", lambda scales: scales.fill_(255), r"has NaN \(255\) at \[0, 0, 0\]"),
+        (
+            "scales",
+            lambda scales: scales.fill_(255),
+            r"has the exponent 255 at \[0, 0, 0\]; weights are finite with those from 0 to 252",
+        ),
+        ("scales", lambda scales: scales.fill_(253), r"has the exponent 253 at \[0, 0, 0\]"),
         ("scales", lambda scales: scales[:, :-1], r"has shape \[\d, 63, 2\], not one per block"),
         ("scales", lambda scales: scales.float(), r"is torch\.float32; it must be torch\.uint8"),
         ("scales", lambda scales: None, r"down_proj_blocks is there, but not .*down_proj_scales"),
@@ -217,6 +223,16 @@ def test_broken_mxfp4_is_refused(
     with pytest.raises(ModelError, match=message) as caught:
         load_model(config, torch.float32, torch.device("cpu"), SingleRank())
     assert "experts.down_proj_" in str(caught.value)
+
+
+def test_the_largest_exponent_of_mxfp4_gives_finite_weights() -> None:
+    """In bfloat16 as in float32."""
+    values = torch.arange(32, dtype=torch.uint8).fmod(16).view(1, 32)
+    form = MxFloat4.from_values(values, torch.full((1, 1), MX_LARGEST, dtype=torch.uint8))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert form.dense(dtype).isfinite().all()
+    above = MxFloat4.from_values(values, torch.full((1, 1), MX_LARGEST + 1, dtype=torch.uint8))
+    assert not above.dense(torch.float32).isfinite().all()
 
 
 def test_layers_with_experts(tmp_path: Path) -> None:

@@ -616,12 +616,13 @@ def test_faulty_experts(fault: str, good_experts: Path, tmp_path: Path) -> None:
     refused(good_experts, tmp_path, *EXPERT_FAULTS[fault])
 
 
-def test_exponents_that_stand_for_no_number(good_experts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [253, 255])
+def test_exponents_that_stand_for_no_number(value: int, good_experts: Path, tmp_path: Path) -> None:
     tensor = read_gguf(good_experts).tensors["blk.0.ffn_down_exps.weight"]
     num_experts, num_rows, _ = tensor.shape
     row = tensor.num_bytes // (num_experts * num_rows)
-    exponent = put("B", 255, skip=tensor.offset + (2 * num_rows + 7) * row)
-    message = r"exps.2.weight as MXFP4 has scales that are not finite, in row 7"
+    exponent = put("B", value, skip=tensor.offset + (2 * num_rows + 7) * row)
+    message = rf"exps.2.weight as MXFP4 has the exponent {value} at \[7, 0\]; weights are finite"
     refused(good_experts, tmp_path, exponent, message)
 
 

@@ -27,7 +27,9 @@ from octavo.ops.quantized import MX_BLOCK, GroupedInt, MxFloat4, QuantizedWeight
 
 Parts = Mapping[str, Tensor]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MX_NAN = 255  # an exponent of MXFP4 that stands for no number
+# The largest exponent of MXFP4 with which float32 and bfloat16 hold all numbers: the largest one is
+# then 6 times 2^(252 - 127). 255 stands for NaN.
+MX_LARGEST = 252
 
 
 class StoredTensor(Protocol):
@@ -481,8 +483,7 @@ def _mxfp4(parts: Parts, quantization: Quantization) -> QuantizedWeight:
         )
     if tuple(packed.shape[:-1]) != tuple(exponents.shape):
         raise FormatError("scales", f"has shape {list(exponents.shape)}, not one per block")
-    if exponents.numel() and int(exponents.max()) == MX_NAN:
-        raise FormatError("scales", f"has NaN ({MX_NAN}) at {_first(exponents == MX_NAN)}")
+    check_exponents(exponents, "scales")
     return MxFloat4(packed.flatten(-2), exponents)
 
 
@@ -626,6 +627,17 @@ def _check_scales(
         index = _first(wrong)
         raise FormatError(
             name, f"has {float(scale[tuple(index)]):g} at {index}; scales are finite and {sign}"
+        )
+
+
+def check_exponents(exponents: Tensor, name: str) -> None:
+    """Raise FormatError if there are exponents of MXFP4 with which weights would not be finite."""
+    if exponents.numel() and int(exponents.max()) > MX_LARGEST:
+        index = _first(exponents > MX_LARGEST)
+        raise FormatError(
+            name,
+            f"has the exponent {int(exponents[tuple(index)])} at {index}; weights are finite with "
+            f"those from 0 to {MX_LARGEST}",
         )
 
 

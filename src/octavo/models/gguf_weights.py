@@ -22,12 +22,12 @@ from octavo.gguf import GgufTensor, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import (
-    MX_NAN,
     Format,
     FormatError,
     Parts,
     QuantizedTensor,
     StoredTensor,
+    check_exponents,
 )
 from octavo.models.gguf import (
     DENSE_TYPES,
@@ -167,7 +167,7 @@ def _read_form(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     values = values ^ 128 if kind == "Q8_0" else torch.cat((values & 15, values >> 4), dim=-1)
     values, scales = values.flatten(1), scales.flatten(1)
     if kind == MXFP4:
-        _check_finite(kind, scales != MX_NAN)
+        check_exponents(scales, kind)
         return MxFloat4.from_values(values, scales.contiguous())
     scales = scales.contiguous().view(torch.float16)
     _check_finite(kind, scales.isfinite())
