@@ -632,6 +632,7 @@ def test_asymmetric_int8_has_its_zero_points(tmp_path: Path) -> None:
     [
         ("fp8_transformers", {"modules_to_not_convert": ["lm_head", "layers.0.self_attn.k_proj"]}),
         ("fp8_channel", {"ignore": [r"re:.*k_proj"]}),
+        ("fp8_channel", {"ignore": [K_PROJ[:-1]]}),
         ("awq", {"modules_to_not_convert": ["k_proj"]}),
         ("bitsandbytes_nf4", {"llm_int8_skip_modules": ["self_attn.k_proj"]}),
     ],
@@ -646,6 +647,29 @@ def test_weights_that_config_json_says_are_dense_must_be(
     # The names of others may end as theirs do.
     other = {key: ["proj", "attn.k_proj", "re:k_proj"] for key in config}
     assert len(loaded(changed(tmp_path, name, config=other))) == PROJECTIONS
+
+
+def test_compressed_tensors_ignores_full_names_patterns_and_the_class(tmp_path: Path) -> None:
+    """As its library does: the end of a name is the name of no module."""
+    ends = ["k_proj", "self_attn.k_proj", "re:k_proj", "lm_head"]
+    assert len(loaded(changed(tmp_path, "fp8_channel", config={"ignore": ends}))) == PROJECTIONS
+    with pytest.raises(ModelError, match=r"config\.json says that .* is not quantized"):
+        loaded(changed(tmp_path, "fp8_channel", config={"ignore": ["Linear"]}))
+
+
+def test_the_first_of_several_patterns_is_that_of_the_library() -> None:
+    """It sorts them, whichever group they are in; names come before, and the class behind."""
+
+    def group(bits: int, *targets: str) -> dict[str, Any]:
+        return {"targets": list(targets), "weights": weights_of(bits, 32)}
+
+    groups = {"a": group(8, "re:.*proj", "x.up_proj"), "b": group(4, "re:.*o_proj", "Linear")}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    fields = {"quantization_config": method | {"config_groups": groups}}
+    quantization = read_quantization(Fields("config.json", fields))
+    assert quantization is not None
+    found = [quantization.of_module(f"x.{name}") for name in ("o_proj", "k_proj", "up_proj", "fc")]
+    assert [each.num_bits for each in found if each is not None] == [4, 8, 8, 4]
 
 
 @pytest.mark.parametrize(

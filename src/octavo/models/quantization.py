@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from octavo.config import QuantizationName
 from octavo.json_fields import Fields
 
+COMPRESSED_TENSORS = "compressed-tensors"
 ON_LOAD_METHOD = "on-load"  # of weights that the files do not hold quantized
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 
@@ -35,6 +36,7 @@ ALL_KEPT = KeptParts(True, True)
 
 
 LINEAR = "Linear"  # what compressed-tensors calls all projections
+PATTERN = "re:"  # what stands before a regular expression
 
 
 class ModuleNames(NamedTuple):
@@ -46,20 +48,20 @@ class ModuleNames(NamedTuple):
 
     @classmethod
     def read(cls, fields: Fields, field: str, given: Sequence[str]) -> ModuleNames:
-        """given: names, and "re:" with a pattern.
+        """given: names, and PATTERN with a regular expression behind it.
 
         Raises:
             ModelError: what should be a pattern is none; names `field`.
         """
         patterns = []
         for each in given:
-            if each.startswith("re:"):
+            if each.startswith(PATTERN):
                 try:
-                    patterns.append(re.compile(each.removeprefix("re:")))
+                    patterns.append(re.compile(each.removeprefix(PATTERN)))
                 except re.error as error:
                     reason = f"{each!r} is no regular expression: {error}"
                     raise fields.error(field, reason) from error
-        names = frozenset(each for each in given if not each.startswith("re:"))
+        names = frozenset(each for each in given if not each.startswith(PATTERN))
         return cls(names, tuple(patterns))
 
     def match(self, module: str) -> bool:
@@ -98,7 +100,8 @@ class Quantization:
     has_row_scales: bool | None = None
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
-    # Modules that config.json says are not quantized, by their full names or the ends of those.
+    # Modules that config.json says are not quantized: by their full names or the ends of those, in
+    # compressed-tensors by their full names or LINEAR.
     ignored: tuple[ModuleNames, ...] = ()
     is_dense: bool = False  # all projections are plain, and only experts are quantized
     experts: Quantization | None = None  # how experts are stored; None: as projections are
@@ -130,7 +133,11 @@ class Quantization:
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
-        return any(each.have_end_of(module) or each.match(module) for each in self.ignored)
+        if self.method == COMPRESSED_TENSORS:
+            is_named = any(not each.names.isdisjoint((module, LINEAR)) for each in self.ignored)
+        else:
+            is_named = any(each.have_end_of(module) for each in self.ignored)
+        return is_named or any(each.match(module) for each in self.ignored)
 
     @property
     def weight_bytes(self) -> float | None:
@@ -231,20 +238,32 @@ COMPRESSED: Mapping[str, str | None] = {
 
 
 def _read_compressed_tensors(fields: Fields) -> Quantization:
-    """FP8, int8 and packed integers, as llm-compressor writes them."""
+    """FP8, int8 and packed integers, as llm-compressor writes them.
+
+    Where several patterns match a module, the first in the order of their characters counts.
+    """
     groups = fields.part("config_groups")
-    found = []
+    found: list[Group] = []
+    by_pattern: dict[str, Group] = {}
     for name in groups.values:
         group = groups.part(name)
         # The format of all groups stands beside them; a group may have one of its own.
         where = group if group.get("format", None) is not None else fields
         if where.get("format", "dense") != "dense":
-            targets = ModuleNames.read(group, "targets", group.names("targets", [LINEAR]))
-            found.append(Group(targets, _read_group(where, group)))
+            quantization = _read_group(where, group)
+            targets = group.names("targets", [LINEAR])
+            patterns = [each for each in targets if each.startswith(PATTERN)]
+            for each in patterns:
+                targets_of_one = ModuleNames.read(group, "targets", [each])
+                by_pattern[each] = Group(targets_of_one, quantization)
+            if len(patterns) < len(targets):
+                names = frozenset(targets).difference(patterns)
+                found.append(Group(ModuleNames(names, ()), quantization))
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
             raise fields.error(name, "octavo does not implement it")
-    return _of_groups(found) if found else Quantization("compressed-tensors")
+    found += [by_pattern[each] for each in sorted(by_pattern)]
+    return _of_groups(found) if found else Quantization(COMPRESSED_TENSORS)
 
 
 def _read_group(where: Fields, group: Fields) -> Quantization:
@@ -273,7 +292,7 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
     has_blocks = weights.get("block_structure", None) is not None
     strategy = str(weights.get("strategy", None))
     return Quantization(
-        "compressed-tensors",
+        COMPRESSED_TENSORS,
         num_bits=num_bits,
         block=_whole_pair(weights, "block_structure") if has_blocks else None,
         form="float8" if stored == "float" else _kind_of_packed(num_bits),
@@ -337,7 +356,7 @@ def _read_gptq(fields: Fields) -> Quantization:
     others = fields.part("dynamic", {})
     groups = []
     for name in others.values:
-        pattern = "re:" + name.removeprefix("+:").removeprefix("-:")
+        pattern = PATTERN + name.removeprefix("+:").removeprefix("-:")
         targets = ModuleNames.read(fields, "dynamic", [pattern])
         own = others.part(name, {})
         merged = Fields(own.where, fields.values | own.values)
@@ -401,7 +420,7 @@ def _read_mxfp4(fields: Fields) -> Quantization:
 
 READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "fp8": _read_fp8,
-    "compressed-tensors": _read_compressed_tensors,
+    COMPRESSED_TENSORS: _read_compressed_tensors,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "bitsandbytes": _read_bitsandbytes,
