@@ -160,12 +160,32 @@ def test_weights_that_cannot_be_quantized_are_named(
     message = "none of the weights can be quantized so: groups of 32 do not divide .* 18 more"
     with pytest.raises(ConfigError, match=message):
         LLM(str(none), quantization="int4", num_blocks=8)
-    for name, value in (("fp8", torch.nan), ("int8", torch.inf), ("int4", -torch.inf)):
-        tensors = load_file(some / "model.safetensors")
-        tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
-        save_file(tensors, some / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has values that"):
-            LLM(str(some), quantization=name, num_blocks=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "name", "value"),
+    [
+        ("llama3", "model.layers.1.mlp.up_proj.weight", "fp8", torch.nan),
+        ("llama3", "model.layers.1.mlp.up_proj.weight", "int8", torch.inf),
+        ("llama3", "model.layers.1.mlp.up_proj.weight", "int4", -torch.inf),
+        ("llama3", "model.embed_tokens.weight", "fp8", torch.nan),
+        ("llama3", "model.norm.weight", "fp8", torch.nan),
+        ("olmoe", "lm_head.weight", "int8", torch.nan),
+        ("olmoe", "model.layers.0.mlp.gate.weight", "fp8", torch.inf),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(
+    family: str, tensor: str, name: str, value: float, tmp_path: Path
+) -> None:
+    """Those that stay as they are, too; the error names the file, the tensor and the value."""
+    directory = write_model(family, tmp_path, hidden_size=64, intermediate_size=64)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors[tensor].view(-1)[-1] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        LLM(str(directory), quantization=name, num_blocks=8)
+    assert f"{file}: {tensor} has {value:g} as torch." in str(caught.value)
 
 
 @pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")

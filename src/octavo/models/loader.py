@@ -130,7 +130,9 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         if identity in loaded:
                             raise ModelError(f"{where} is also in another file")
                         if isinstance(part, Tensor):
-                            part = rounding.of(key, part.to(device, dtype), destination)
+                            part = part.to(device, dtype)
+                            rounding.check(where, part)
+                            part = rounding.of(key, part, destination)
                         destination.put(part, dtype)
                         continue
                     assert isinstance(part, Tensor)
@@ -138,6 +140,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                     part = part.view(rows.shape)  # whose dimensions may be cut up
                     if identity not in loaded:
                         rows.copy_(part)
+                        rounding.check(where, rows)
                         if part.dim():
                             destination[len(part) :].zero_()
                     elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
@@ -282,11 +285,21 @@ class Rounding:
         self._layers: dict[int, tuple[float, float]] = {}  # squares of what is lost, and of all
         self._left: list[str] = []  # names of those that are not quantized
 
-    def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
-        """A weight of that name, quantized or not.
+    def check(self, where: str, dense: Tensor) -> None:
+        """Raise ModelError if weights are quantized, and values of this one, quantized or not, are
+        not finite; where: its file and name."""
+        if self._quantization is None or not dense.numel():
+            return
+        least, largest = (float(each) for each in dense.aminmax())  # NaN if there is one
+        for value in (least, largest):
+            if not math.isfinite(value):
+                raise ModelError(
+                    f"{where} has {value:g} as {dense.dtype}; weights of a model that is quantized "
+                    "on load must be finite"
+                )
 
-        Raises ModelError if it should be, and has values that are not finite.
-        """
+    def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
+        """A weight of that name, quantized or not."""
         if self._quantization is None:
             return dense
         form = _rounded(dense, self._quantization, slot)
@@ -306,8 +319,6 @@ class Rounding:
                     sums[0] += (there - exact).square().sum()
                     sums[1] += exact.square().sum()
             lost, size = sums.tolist()
-            if not math.isfinite(size) and not bool(dense.isfinite().all()):
-                raise ModelError(f"{name} has values that are not finite: it cannot be quantized")
             self._errors[name] = math.sqrt(lost / size) if size else 0.0
             if match := self._layer.match(name):
                 layer = int(match[1])
