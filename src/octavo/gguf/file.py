@@ -219,7 +219,8 @@ class _Header:
             metadata[key] = self._value(kind, key)
         entries = [self._entry(number) for number in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        is_whole = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if not is_whole or alignment < 1 or alignment & (alignment - 1):
             raise ModelError(
                 f"{self._path}: general.alignment is {shown(alignment)}; it must be a power of two"
             )

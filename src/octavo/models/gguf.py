@@ -113,6 +113,8 @@ COMMON = {
     "max_position_embeddings": Value("context_length", "count", True),
     "rope_theta": Value("rope.freq_base", "number"),
 }
+# What may be an array with an element for each layer, as in llama.cpp.
+OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 RMS_NORM = {"rms_norm_eps": Value("attention.layer_norm_rms_epsilon", "number", True)}
 LAYER_NORM = {"layer_norm_eps": Value("attention.layer_norm_epsilon", "number", True)}
 WINDOW = {"sliding_window": Value("attention.sliding_window", "count", True)}
@@ -495,7 +497,10 @@ class GgufSource:
         """A positive integer, or one for each layer that are all the same; None: none, or 0."""
         key = self._key(name)
         value = self._file.metadata.get(key)
-        if isinstance(value, list):
+        if isinstance(value, list) and name in OF_LAYERS:
+            num_layers = self._count("block_count")
+            if len(value) != num_layers:
+                raise self._file.error(key, f"there must be one for each of {num_layers} layers")
             if len(set(map(str, value))) != 1:
                 raise self._file.error(key, "octavo serves layers that have it in common")
             value = value[0]
