@@ -140,6 +140,20 @@ def test_inputs_in_another_order_are_found_again() -> None:
     )
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_small_weights_in_float16_are_rounded_by_half_a_step(bits: int) -> None:
+    """Also where float16 holds few scales, or none that is as small."""
+    exponents = torch.arange(-24, 8).unsqueeze(1)
+    weight = (dense(32, 128) * torch.exp2(exponents.float())).half()
+    weight[0] = 0
+    form = GroupedInt.quantize(weight, bits, 128)
+    assert form.scales.dtype == torch.float16
+    exact = weight.float().abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    assert (form.scales.float() <= (exact * 1.001).clamp(min=2**-24) + 2**-24).all()
+    error = (form.dequantize() - weight.float()).abs()
+    assert (error <= 0.6 * form.scales.float()).all()
+
+
 def test_mxfp4_keeps_its_own_values_and_rounds_others_to_the_nearest() -> None:
     values = torch.tensor([*E2M1, *(-each for each in E2M1)]).repeat(4, 4)
     scaled = values * torch.tensor([2.0**-20, 1.0, 2.0, 2.0**30])[:, None]

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 FLOAT8_MAX = 448.0  # of e4m3
+FLOAT16_NORMAL = 2.0**-14  # smaller numbers in float16 are multiples of FLOAT16_STEP
+FLOAT16_STEP = 2.0**-24
 MX_BLOCK = 32  # inputs that share an exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
 # Elements of a weight that are converted at once. Copies in float32 of whole weights would leave
@@ -390,13 +392,19 @@ class GroupedInt(QuantizedWeight):
     def quantize(cls, dense: Tensor, bits: int, group: int, quantizes_inputs: bool = False) -> Self:
         """Round a weight [..., out_features, in_features] to integers without zero points.
 
-        Scales have the weight's dtype. Raises FormError if groups do not divide the inputs.
+        Scales have the weight's dtype; those that float16 does not hold exactly because they are
+        small are rounded up, so that no weight is cut off. Raises FormError if groups do not divide
+        the inputs.
         """
         if dense.shape[-1] % group or dense.shape[-1] * bits % 8:
             raise FormError(f"groups of {group} do not divide {dense.shape[-1]} inputs")
         half = 1 << (bits - 1)
         grouped = _in_groups(dense.float(), group)
-        scales = (grouped.abs().amax(dim=-1) / (half - 0.5)).clamp_(min=1e-12).to(dense.dtype)
+        scales = (grouped.abs().amax(dim=-1) / (half - 0.5)).clamp_(min=1e-12)
+        if dense.dtype == torch.float16:
+            rounded_up = (scales / FLOAT16_STEP).ceil_().mul_(FLOAT16_STEP)
+            scales = rounded_up.where(scales < FLOAT16_NORMAL, scales)
+        scales = scales.to(dense.dtype)
         values = (grouped / scales.float().unsqueeze(-1)).round_().clamp_(-half, half - 1) + half
         integers = values.flatten(-2).to(torch.uint8)
         return cls.from_values(integers, scales, None, bits, quantizes_inputs=quantizes_inputs)
