@@ -657,6 +657,50 @@ def test_compressed_tensors_ignores_full_names_patterns_and_the_class(tmp_path: 
         loaded(changed(tmp_path, "fp8_channel", config={"ignore": ["Linear"]}))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("torchao", (1,), r"_weight_scale has shape \[1\] for 64 outputs: one per output"),
+        ("torchao_int8", (1, 1), r"_weight_scale has shape \[1, 1\] for 64 outputs: one per out"),
+        ("torchao_int4", (64, 2), r"has 2 groups for 128 inputs, .* says group_size 32"),
+        ("torchao_int4", (64, 1), r"has 1 groups for 128 inputs, .* says group_size 32"),
+    ],
+)
+def test_scales_of_torchao_are_as_its_granularity_says(
+    name: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{K_PROJ}_weight_scale"] = torch.ones(shape)
+        if name == "torchao_int4":
+            tensors[f"{K_PROJ}_weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
+
+    with pytest.raises(ModelError, match=message):
+        loaded(changed(tmp_path, name, change))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "message"),
+    [
+        ([{"_type": "PerTensor"}, {"_type": "PerRow", "_data": {"dim": 1}}], None),
+        ({"_type": "PerAxis", "_data": {"axis": 0}}, None),
+        ({"_type": "PerAxis", "_data": {"axis": 1}}, "_data: axis is 1; octavo reads 0"),
+        ({"_type": "PerRow", "_data": {"dim": 0}}, "_data: dim is 0; octavo reads -1 and 1"),
+        ({"_type": "PerBlock"}, "_type is 'PerBlock'; octavo reads PerTensor, PerRow, PerAxis, P"),
+        ({"_type": "PerGroup", "_data": {"group_size": 0}}, "group_size is 0; it must be a pos"),
+        ({"_type": "PerTensor"}, r"_weight_scale has shape \[\d+, 1\] for \d+ outputs: one$"),
+        ([], "granularity is \\[\\]; it must be a JSON object"),
+    ],
+)
+def test_granularities_of_torchao(granularity: Any, message: str | None, tmp_path: Path) -> None:
+    kinds = {"_type": "Float8WeightOnlyConfig", "_data": {"granularity": granularity}}
+    directory = changed(tmp_path, "torchao", config={"quant_type": {"default": kinds}})
+    if message is None:
+        assert len(loaded(directory)) == PROJECTIONS
+        return
+    with pytest.raises(ModelError, match=message):
+        loaded(directory)
+
+
 def test_the_first_of_several_patterns_is_that_of_the_library() -> None:
     """It sorts them, whichever group they are in; names come before, and the class behind."""
 

@@ -380,7 +380,8 @@ def _whole_bytes(
             names[0],
             f"is {weight.dtype} {list(weight.shape)}; integers are torch.int8 in 2-D",
         )
-    if scale.dim() == 2 and scale.shape[1] > 1:  # of groups
+    has_groups = scale.dim() == 2 and scale.shape[1] > 1
+    if has_groups or quantization.group_size is not None:
         if zeros is not None:
             zeros = _int8_zeros(zeros, names[2])
         unsigned = weight.view(torch.uint8) ^ 128

@@ -408,9 +408,55 @@ def _read_torchao(fields: Fields) -> Quantization:
     if not isinstance(name, str) or name not in TORCHAO:
         raise kinds.error("_type", f"octavo reads {', '.join(TORCHAO)}")
     form, quantizes_inputs = TORCHAO[name]
-    # Symmetric int8 may have none.
-    demanded = ("_weight_zero_point",) if "Intx" in name else ()
-    return Quantization("torchao", form=form, quantizes_inputs=quantizes_inputs, demanded=demanded)
+    options = kinds.part("_data", {})
+    is_of_weights = name == "Int8DynamicActivationIntxWeightConfig"
+    scales = _torchao_scales(options, "weight_granularity" if is_of_weights else "granularity")
+    return Quantization(
+        "torchao",
+        form=form,
+        quantizes_inputs=quantizes_inputs,
+        has_row_scales=scales.of_rows,
+        group_size=scales.group_size,
+        # Symmetric int8 may have none.
+        demanded=("_weight_zero_point",) if "Intx" in name else (),
+    )
+
+
+class _Scales(NamedTuple):
+    """See the fields of Quantization."""
+
+    of_rows: bool | None = None
+    group_size: int | None = None
+
+
+# Along which axis of a weight those of torchao's granularities that have one must lie.
+ALONG: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "PerTensor": ("", ()),
+    "PerRow": ("dim", (-1, 1)),  # that of the inputs, which share a scale
+    "PerAxis": ("axis", (0,)),  # that of the outputs, each of which has one
+    "PerGroup": ("", ()),
+}
+
+
+def _torchao_scales(options: Fields, name: str) -> _Scales:
+    """What a granularity says of the scales, or the last of a list, the first of which is that of
+    the inputs."""
+    value = options.get(name, None)
+    if value is None:
+        return _Scales()
+    if isinstance(value, list) and value:
+        options = Fields(options.where, {name: value[-1]})
+    granularity = options.part(name)
+    kind = granularity.get("_type")
+    if not isinstance(kind, str) or kind not in ALONG:
+        raise granularity.error("_type", f"octavo reads {', '.join(ALONG)}")
+    fields = granularity.part("_data", {})
+    if kind == "PerGroup":
+        return _Scales(group_size=fields.count("group_size"))
+    axis, served = ALONG[kind]
+    if axis and fields.get(axis, served[0]) not in served:
+        raise fields.error(axis, f"octavo reads {' and '.join(map(str, served))}")
+    return _Scales(of_rows=kind != "PerTensor")
 
 
 def _read_mxfp4(fields: Fields) -> Quantization:
