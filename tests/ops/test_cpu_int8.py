@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from numba import carray, cfunc, njit, types
 from numba import int8 as int8_type
 from numba import int32 as int32_type
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.ops.cpu import int8, int8_kernel, int8_packed, row_ops
 from octavo.ops.cpu.int8 import (
@@ -114,7 +116,7 @@ def test_weights_are_rounded_here_for_results_in_float32(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, as those of a large vocabulary are."""
-    monkeypatch.setattr(int8, "ROUNDED_ELEMENTS", 7 * 96)
+    monkeypatch.setattr("octavo.ops.quantized.CHUNK_ELEMENTS", 7 * 96)
     weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = operands(9, 50, 96)[0].to(dtype)
     bias = torch.linspace(-2, 2, 50).to(dtype) if has_bias else None
@@ -128,6 +130,37 @@ def test_weights_are_rounded_here_for_results_in_float32(
     torch.testing.assert_close(
         actual, wanted.float(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
     )
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operators return, by where these begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that no place is taken twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            storage = result.untyped_storage()
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+            self._kept.append(result)
+        return result
+
+
+@pytest.mark.skipif(not has_own_product(), reason="oneDNN packs in its own way")
+def test_rounding_takes_little_memory_beside_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded values and packed ones, a byte for each weight; what else there is has a few rows."""
+    monkeypatch.setattr("octavo.ops.quantized.CHUNK_ELEMENTS", 1 << 12)
+    weight = torch.ones(2048, 64, dtype=torch.bfloat16)
+    with Allocations() as allocations:
+        assert isinstance(make_rounding_kernel(weight), PackedInt8Linear)
+    allocations.sizes.pop(weight.data_ptr(), None)
+    large = [size for size in allocations.sizes.values() if size > 1 << 16]
+    assert large == [weight.numel()] * 2
 
 
 @pytest.mark.usefixtures("product")

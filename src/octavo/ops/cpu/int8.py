@@ -29,13 +29,12 @@ from torch import Tensor
 
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_gate, rescale_rows
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.quantized import GroupedInt, QuantizedWeight
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, chunks
 
 if TYPE_CHECKING:
     from octavo.ops.cpu.int8_packed import PackedInt8Linear
 
 CHUNK_TOKENS = 256  # whose sums are held at once, in float32
-ROUNDED_ELEMENTS = 1 << 24  # that are rounded at once, which takes some copies in float32
 _PACKING_TOKENS = 64  # the number of tokens that oneDNN optimises the layout for
 _ZERO_POINT = 128  # of inputs in uint8
 _MAX_INPUTS = (1 << 31) // (255 * 128)  # beyond it, int32 sums could overflow
@@ -111,11 +110,13 @@ def make_rounding_kernel(weight: Tensor) -> PackedInt8Linear | Int8Linear | None
     size = weight.shape[1]
     if weight.device.type != "cpu" or not _takes(weight.dtype, size):
         return None
-    parts = [
-        GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
-        for part in torch.split(weight, max(1, ROUNDED_ELEMENTS // size))
-    ]
-    return _kernel_class()(GroupedInt.join(parts), is_wide=True)
+    values = torch.empty(weight.shape, dtype=torch.uint8)
+    scales = weight.new_empty((len(weight), 1))
+    for rows in chunks(len(weight), size):
+        part = GroupedInt.quantize(weight[rows], 8, size)
+        values[rows], scales[rows] = part.packed, part.scales
+    form = GroupedInt(values, scales, None, 8, quantizes_inputs=True)
+    return _kernel_class()(form, is_wide=True)
 
 
 def make_kernel(

@@ -39,7 +39,7 @@ from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.quantized import GroupedInt
+from octavo.ops.quantized import GroupedInt, chunks
 
 UNITS_PER_THREAD = 8  # so that a thread which loses its core hardly delays the others
 WORTH_SHARING = 1 << 19  # weights; below this, waking a thread costs more than it saves
@@ -65,7 +65,9 @@ class PackedInt8Linear:
         self._scales = form.scales.flatten().float()
         self._offsets = None
         if not self._has_tiles:  # 128 is added to inputs
-            self._offsets = self._tiles.sum(dim=(1, 3), dtype=torch.int32).mul_(-128)
+            # One tile after the other, because torch would make all of them int32 first.
+            sums = [tile.sum(dim=(0, 2), dtype=torch.int32) for tile in self._tiles]
+            self._offsets = torch.stack(sums).mul_(-128)
         self._addresses = (
             self._tiles.data_ptr(),
             0 if self._offsets is None else self._offsets.data_ptr(),
@@ -137,11 +139,14 @@ def pack(values: Tensor, rows: int) -> Tensor:
     inputs / 4, rows, 4]."""
     out_features, in_features = values.shape
     tiles, steps = -(-out_features // rows), -(-in_features // TILE_INPUTS)
-    whole = values.new_full((tiles * rows, steps * TILE_INPUTS), 128)
-    whole[:out_features, :in_features] = values
-    words = whole.bitwise_xor_(128).view(torch.int32).view(tiles, rows, -1)
-    packed = empty_weights((tiles, words.shape[2], rows), words.dtype)
-    packed.copy_(words.transpose(1, 2))
+    num_columns = steps * TILE_INPUTS
+    packed = empty_weights((tiles, num_columns // 4, rows), torch.int32)
+    for part in chunks(tiles * rows, num_columns, rows):  # a copy of all would take as much again
+        whole = values.new_full((part.stop - part.start, num_columns), 128)
+        given = values[part]
+        whole[: len(given), :in_features] = given
+        words = whole.bitwise_xor_(128).view(torch.int32).view(-1, rows, num_columns // 4)
+        packed[part.start // rows : part.stop // rows].copy_(words.transpose(1, 2))
     return packed.view(torch.int8).view(tiles, -1, rows, 4)
 
 
