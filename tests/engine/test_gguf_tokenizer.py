@@ -119,6 +119,25 @@ def test_sentencepiece(sentencepiece: tuple[Backend, Fields], tmp_path: Path) ->
     assert tokenizer.encode(TEXTS[2]) == [*backend.encode(TEXTS[2]).ids, 2]
 
 
+def test_pieces_with_equal_scores_are_reported(
+    sentencepiece: tuple[Backend, Fields], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, metadata = sentencepiece
+    read_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+    assert "have the score of another one" not in caplog.text
+    scores = [*metadata["tokenizer.ggml.scores"]]
+    first, second = [
+        number
+        for number, token in enumerate(metadata["tokenizer.ggml.tokens"])
+        if metadata["tokenizer.ggml.token_type"][number] == 1 and len(token) > 1
+    ][:2]
+    scores[second] = scores[first]
+    tied = metadata | {"tokenizer.ggml.scores": scores}
+    read_tokenizer(read_gguf(write(tmp_path / "tied.gguf", tied)))
+    assert "tied.gguf: 1 of " in caplog.text
+    assert "have the score of another one (tokenizer.ggml.scores)" in caplog.text
+
+
 def test_transformers_builds_the_same(
     sentencepiece: tuple[Backend, Fields], byte_level: tuple[Backend, Fields], tmp_path: Path
 ) -> None:

@@ -248,6 +248,21 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple
             raise ModelError(f"{file.path}: {SCORES} has {score} at [{number}]")
     if (file.text("general.architecture") or "").startswith("gemma"):
         scores = [-float(i) for i in range(len(tokens))]  # whose pieces are in the order of merges
+    merged = [
+        score
+        for token, kind, score in zip(tokens, types, scores, strict=True)
+        if kind == TokenType.NORMAL and len(token) > 1
+    ]
+    if num_tied := len(merged) - len(set(merged)):
+        # Each merge of the tokenizers library has a rank of its own.
+        logger.warning(
+            "%s: %d of %d pieces have the score of another one (%s): where such pieces overlap in "
+            "a text, the one with the lower id is made first, and in llama.cpp the left one",
+            file.path,
+            num_tied,
+            len(merged),
+            SCORES,
+        )
     vocabulary = _vocabulary(tokens, types)
     unknown = token_id(file, "unknown")
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
