@@ -311,11 +311,16 @@ def test_the_largest_sums_are_exact() -> None:
 
 @pytest.mark.skipif(not has_onednn_product(), reason="no exact product of oneDNN's here")
 def test_tiles_are_dealt_to_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any CPU: with loops in place of the instructions, and nothing kept on disk."""
+    """On any CPU: with loops in place of the instructions, and nothing kept on disk. Memory that
+    is free when the kernel begins is overwritten."""
 
     @njit
     def configure(palette):  # type: ignore[no-untyped-def]
-        pass
+        size = 16
+        while size < 1 << 20:
+            for _ in range(4):
+                np.full(size, 99, np.int8)
+            size += size // 8
 
     @njit
     def release():  # type: ignore[no-untyped-def]

@@ -58,7 +58,7 @@ def _set_shapes(rows: int) -> None:
     for register in range(8):
         palette[16 + 2 * register] = 64  # bytes of a row
         palette[48 + register] = rows if register < 6 else LANES
-    configure_tiles(palette.ctypes.data)
+    configure_tiles(palette)
 
 
 @inlined
@@ -83,13 +83,14 @@ def _load_scales(
 
 @inlined
 def _sum_by_tiles(
-    job: Any, tile: int, count: int, first: int, last: int, is_fetched: Any, sums: Any
+    job: Any, x: int, tile: int, count: int, first: int, last: int, is_fetched: Any, sums: Any
 ) -> None:
-    """int32 sums of `count` tiles of outputs and of the rows [first, last), whole tiles of tokens:
-    [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no fetching."""
+    """int32 sums of `count` tiles of outputs and of the rows [first, last), whole tiles of tokens,
+    of those at `x`: [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no
+    fetching."""
     tiles = (last - first + job.tile_rows - 1) // job.tile_rows
     x_tile, sums_tile = job.tile_rows * job.x_stride, job.tile_rows * LANES * 4
-    x, weight_tile = job.x + first * job.x_stride, job.depth * TILE_BYTES
+    x, weight_tile = x + first * job.x_stride, job.depth * TILE_BYTES
     for n in range(0, count, PAIR):
         for t in range(0, tiles, PAIR):
             multiply_tiles(
@@ -105,6 +106,7 @@ def _sum_by_tiles(
 def _sum_by_words(
     job: Any,
     words: Any,
+    x: int,
     tiles: Any,
     tile: int,
     count: int,
@@ -112,8 +114,8 @@ def _sum_by_words(
     last: int,
     sums: Any,
 ) -> None:
-    """int32 sums, but for `offsets`, of `count` tiles of outputs and of the rows [first, last):
-    [rows, MAX_SPAN, 16]."""
+    """int32 sums, but for `offsets`, of `count` tiles of outputs and of the rows [first, last) of
+    those at `x`: [rows, MAX_SPAN, 16]."""
     block_bytes = job.depth * SPAN * TILE_BYTES
     num_tiles = (job.out_features + LANES - 1) // LANES
     groups = (last - first + TILE_ROWS - 1) // TILE_ROWS
@@ -122,7 +124,7 @@ def _sum_by_words(
         rows = first + (group + 1) * (last - first) // groups - begin
         next_line = point_to_tiles(tiles, job.weight, tile, num_tiles, block_bytes, group, groups)
         multiply_keys(
-            words, rows, count, job.x + begin * job.x_stride, job.x_stride, tiles.ctypes.data, LINE,
+            words, rows, count, x + begin * job.x_stride, job.x_stride, tiles.ctypes.data, LINE,
             next_line, job.depth * (TILE_INPUTS // 4),
             sums.ctypes.data + (begin - first) * 4 * BLOCK,
         )  # fmt: skip
@@ -155,18 +157,18 @@ def _linear(
     words, tiles = np.empty(0, np.int8), np.empty(2 * SPAN, np.int64)
     num_own = job.num_rows if job.exact != 0 else 0
     own_tiles = (num_own + job.tile_rows - 1) // job.tile_rows
-    own = np.empty(own_tiles * job.tile_rows * job.x_stride, np.int8)
-    own_scales = np.empty(num_own, np.float32)
-    if job.exact != 0:
-        job.x, job.x_scales = own.ctypes.data, own_scales.ctypes.data
-    x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
-    if job.exact != 0:
+    # Named in the loop, so that they live as long: see jit.py.
+    x = np.empty(own_tiles * job.tile_rows * job.x_stride, np.int8)
+    x_scales = np.empty(num_own, np.float32)
+    if job.exact == 0:
+        x = carray(pointer_to(job.x, words), job.num_rows * job.x_stride)
+        x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
+    else:
         flipped = np.int8(0) if has_tiles else np.int8(-128)
         for r in range(job.num_rows):
             place = job.exact + r * job.exact_stride * size_of(bias_elements)
             exact = carray(pointer_to(place, bias_elements), job.in_features)
-            rounded = carray(pointer_to(job.x + r * job.x_stride, words), job.in_features)
-            x_scales[r] = quantize_row(exact, rounded, job.in_features, flipped)
+            x_scales[r] = quantize_row(exact, x[r * job.x_stride :], job.in_features, flipped)
     num_outputs = job.out_features // 2 if is_gated else job.out_features
     num_tiles = (num_outputs + LANES - 1) // LANES
     row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
@@ -192,9 +194,13 @@ def _linear(
             for side in range(2 if is_gated else 1):
                 of_side, there = side * num_tiles + tile, sums[side * half * PANEL :]
                 if has_tiles:
-                    _sum_by_tiles(job, of_side, count, first, last, first > begin, there)
+                    _sum_by_tiles(
+                        job, x.ctypes.data, of_side, count, first, last, first > begin, there
+                    )
                 else:
-                    _sum_by_words(job, words, tiles, of_side, count, first, last, there)
+                    _sum_by_words(
+                        job, words, x.ctypes.data, tiles, of_side, count, first, last, there
+                    )
             for r in range(first, last):
                 place = job.output + (r * num_outputs + tile * LANES) * itemsize
                 target = place if width == count * LANES else partial.ctypes.data

@@ -1,4 +1,8 @@
-"""How Numba compiles our kernels, and where the result is kept."""
+"""How Numba compiles our kernels, and where the result is kept.
+
+Numba frees an array after the last line that names it, even if its address (`ctypes.data`) is used
+later. So kernels take an array's address where they use it.
+"""
 
 # mypy: disable-error-code="attr-defined"
 

@@ -48,14 +48,15 @@ def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
 
 @intrinsic
 def configure_tiles(typingctx, palette):
-    """Set the shapes of this thread's registers; `palette` is the address of the 64
-    bytes that LDTILECFG takes."""
+    """Set the shapes of this thread's registers; `palette` is an array of the 64 bytes that
+    LDTILECFG takes."""
 
     def codegen(context, b, sig, args):
-        _tile(b, "ldtilecfg", b.inttoptr(args[0], PTR))
+        data = context.make_array(sig.args[0])(context, b, args[0]).data
+        _tile(b, "ldtilecfg", b.bitcast(data, PTR))
         return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+    return types.void(palette), codegen
 
 
 @intrinsic
