@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,35 @@ def test_a_stop_string_in_the_last_token_that_may_come(llm: LLM) -> None:
 
     early = generate(24).outputs
     assert generate(len(early[0].token_ids)).outputs == early
+
+
+def test_a_stop_string_and_a_stop_token_in_the_same_step(llm: LLM) -> None:
+    """The samples that they end are the last ones of their request, in either order."""
+    assert llm.tokenizer is not None
+    orders: set[int] = set()
+    for seed in range(100):
+        params = SamplingParams(n=2, seed=seed, max_tokens=6, ignore_eos=True)
+        free = llm.generate("The dog", params, use_tqdm=False)[0].outputs
+        for one, other in (free, free[::-1]):
+            stop = llm.tokenizer.decode(one.token_ids[-1:])
+            stop_id = other.token_ids[-1]
+            early = [*one.token_ids[:-1], *other.token_ids[:-1]]
+            if (
+                not stop.isalpha()
+                or stop_id in [*early, one.token_ids[-1]]
+                or stop in one.text[: -len(stop)] + "|" + other.text
+            ):
+                continue
+            ending = replace(params, max_tokens=20, stop=stop, stop_token_ids=[stop_id])
+            [output] = llm.generate("The dog", ending, use_tqdm=False)
+            ends = [(each.token_ids, each.finish_reason) for each in output.outputs]
+            assert ends == [(each.token_ids, "stop") for each in free]
+            assert output.outputs[other.index].stop_reason == stop_id
+            assert output.outputs[one.index].stop_reason == stop
+            orders.add(one.index)
+        if orders == {0, 1}:
+            return
+    pytest.fail("no seed had such ends")
 
 
 def test_a_stop_token_ends_the_output_and_is_not_shown(llm: LLM) -> None:

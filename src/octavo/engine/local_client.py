@@ -126,20 +126,19 @@ class LocalClient:
             EngineFailed, EngineClosed: there is no engine any more; an error of the executor's as
                 it is.
         """
-        outputs: list[RequestOutput] = []
-
-        def end(stream: LocalStream) -> None:
-            outputs.append(self._conclude(stream, now))
+        ended: list[LocalStream] = []
 
         def add(stream: LocalStream, index: int, added: Added, ends_by_text: bool) -> None:
             if ends_by_text and self.engine.finish_sample(stream.request_id, index, str(added[3])):
-                end(stream)
+                ended.append(stream)
 
         with InterruptsAfter():
             results = self.engine.step()
             now = self.engine.clock()
-            take_results(results, self._open.get, add, end)
-        return outputs
+            take_results(results, self._open.get, add, ended.append)
+            # Not earlier: samples that the engine has ended in this step may follow the last one
+            # that ends by its text.
+            return [self._conclude(stream, now) for stream in ended]
 
     def abort_request(self, stream: LocalStream) -> RequestOutput | None:
         """End a request at once: its output has what was generated so far. None if it was not
