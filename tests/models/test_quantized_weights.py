@@ -14,17 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_zoo import model_directory
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.json_fields import Fields
 from octavo.layers.base import WeightSlot
+from octavo.layers.config import ExpertsConfig
 from octavo.layers.linear import QuantizedLinear, warn_once
 from octavo.models.dequantize import _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.quantization import read_quantization
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.quantized import GroupedInt, ScaledFloat8
 from octavo.parallel import Shard
@@ -527,6 +529,33 @@ def test_weights_that_are_rounded_on_load_are_there_once(tmp_path: Path) -> None
     in_two_files(tmp_path, lambda key: key == f"{K_PROJ}weight")
     with pytest.raises(ModelError, match=r"model-2.*k_proj\.weight is also in another file"):
         LLM(str(tmp_path), quantization="int8", num_blocks=8)
+
+
+class CopiedSizes(TorchDispatchMode):
+    """Notes how many elements are copied at once to another dtype or device, at most."""
+
+    most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe"])
+def test_experts_in_one_tensor_are_rounded_one_after_the_other(name: str) -> None:
+    """So that what is loaded of a layer with many experts takes little beside their final size."""
+    config = quantized_on_load(read_model_config(model_directory(name)), "fp8")
+    [experts] = {each.mlp for each in config.layers}
+    assert isinstance(experts, ExpertsConfig)
+    assert experts.routing.num_experts > 2
+    model = build_model(config, torch.bfloat16, torch.device("cpu"), SingleRank())
+    with CopiedSizes() as copied:
+        load_weights(model, config)
+    assert 0 < copied.most <= 2 * experts.hidden_size * experts.intermediate_size  # one's
 
 
 def in_two_files(directory: Path, choose: Callable[[str], bool]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -130,9 +130,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         if identity in loaded:
                             raise ModelError(f"{where} is also in another file")
                         if isinstance(part, Tensor):
-                            part = part.to(device, dtype)
-                            rounding.check(where, part)
-                            part = rounding.of(key, part, destination)
+                            part = rounding.of(key, where, part, destination, dtype, device)
                         destination.put(part, dtype)
                         continue
                     assert isinstance(part, Tensor)
@@ -264,8 +262,10 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
                 dense = noise.new_empty(destination.shape)
                 _fill_slice(dense, index, target.shape, noise, begin)
                 is_in_layer = name.startswith(f"{config.weight_names.layers}.")
-                quantization = config.quantization if is_in_layer else None
-                destination.put(_rounded(dense, quantization, destination), noise.dtype)
+                form = None
+                if is_in_layer and config.quantization is not None:
+                    form = _rounded(dense, config.quantization, destination)
+                destination.put(dense if form is None else form, noise.dtype)
             else:
                 _fill_slice(destination, index, target.shape, noise, begin)
         begin = (begin + math.prod(target.shape)) % NOISE_LENGTH
@@ -298,32 +298,46 @@ class Rounding:
                     "on load must be finite"
                 )
 
-    def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
-        """A weight of that name, quantized or not."""
+    def of(
+        self,
+        name: str,
+        where: str,
+        stored: Tensor,
+        slot: WeightSlot,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor | QuantizedWeight:
+        """A weight of that name in `dtype` on `device`, quantized or not; where: see `check`.
+
+        Experts that are one tensor are taken to the device and quantized one after the other.
+        """
         if self._quantization is None:
-            return dense
-        form = _rounded(dense, self._quantization, slot)
-        if isinstance(form, Tensor):
+            return stored.to(device, dtype)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # read once
+
+        def load(matrix: Tensor) -> Tensor:
+            matrix = matrix.to(device, dtype)
+            self.check(where, matrix)
+            return matrix
+
+        def compare(matrix: Tensor, form: QuantizedWeight) -> None:
+            num_rows, num_columns = matrix.shape
+            for rows in chunks(num_rows, num_columns, form.rows_together):
+                exact = matrix[rows].float()
+                there = form.cut(rows, slice(0, num_columns)).dequantize()
+                sums[0] += (there - exact).square().sum()
+                sums[1] += exact.square().sum()
+
+        form = _rounded(stored, self._quantization, slot, load, compare)
+        if form is None:
             self._left.append(name)
-        if isinstance(form, QuantizedWeight):
-            matrices = dense.mT if slot.is_transposed else dense
-            pairs = [(matrices, form)]
-            if dense.dim() > 2:
-                pairs = [(matrix, form[number]) for number, matrix in enumerate(matrices)]
-            sums = torch.zeros(2, dtype=torch.float64, device=dense.device)  # read once
-            for matrix, rounded in pairs:
-                num_rows, num_columns = matrix.shape
-                for rows in chunks(num_rows, num_columns, rounded.rows_together):
-                    exact = matrix[rows].float()
-                    there = rounded.cut(rows, slice(0, num_columns)).dequantize()
-                    sums[0] += (there - exact).square().sum()
-                    sums[1] += exact.square().sum()
-            lost, size = sums.tolist()
-            self._errors[name] = math.sqrt(lost / size) if size else 0.0
-            if match := self._layer.match(name):
-                layer = int(match[1])
-                before = self._layers.get(layer, (0.0, 0.0))
-                self._layers[layer] = before[0] + lost, before[1] + size
+            return stored.to(device, dtype)
+        lost, size = sums.tolist()
+        self._errors[name] = math.sqrt(lost / size) if size else 0.0
+        if match := self._layer.match(name):
+            layer = int(match[1])
+            before = self._layers.get(layer, (0.0, 0.0))
+            self._layers[layer] = before[0] + lost, before[1] + size
         return form
 
     def report(self) -> None:
@@ -361,21 +375,45 @@ class Rounding:
 
 
 def _rounded(
-    dense: Tensor, quantization: Quantization | None, slot: WeightSlot
-) -> Tensor | QuantizedWeight:
-    """What goes into a slot, in the form that a checkpoint's weight would have; dense where it
-    cannot have it."""
-    if quantization is None:
-        return dense
+    stored: Tensor,
+    quantization: Quantization,
+    slot: WeightSlot,
+    load: Callable[[Tensor], Tensor] = lambda matrix: matrix,
+    note: Callable[[Tensor, QuantizedWeight], None] = lambda matrix, form: None,
+) -> QuantizedWeight | None:
+    """What goes into a slot, in the form that a checkpoint's weight would have; None if it cannot
+    have it.
+
+    Args:
+        stored: [out_features, in_features], or of several experts [num_experts, ...].
+        load: what makes the weight of each matrix, one after the other.
+        note: takes each such weight and its form.
+    """
     if slot.is_of_experts:
         quantization = quantization.of_experts
-    matrices = dense.mT if slot.is_transposed else dense
-    if dense.dim() == 2:
-        form = _form_of(matrices, quantization)
-        return dense if form is None else form
-    forms = [_form_of(each, quantization) for each in matrices]  # little memory on the way
-    found = [each for each in forms if each is not None]
-    return type(found[0]).stack(found) if len(found) == len(forms) else dense
+
+    def form_of(matrix: Tensor) -> QuantizedWeight | None:
+        weight = load(matrix)
+        weight = weight.mT if slot.is_transposed else weight
+        form = _form_of(weight, quantization)
+        if form is not None:
+            note(weight, form)
+        return form
+
+    if stored.dim() == 2:
+        return form_of(stored)
+    first = form_of(stored[0])
+    if first is None:
+        return None
+
+    def forms() -> Iterator[QuantizedWeight]:
+        yield first
+        for matrix in stored[1:]:
+            form = form_of(matrix)
+            assert form is not None, "all have the shape of the first"
+            yield form
+
+    return type(first).stack_each(forms(), len(stored))
 
 
 def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:

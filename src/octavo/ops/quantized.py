@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -230,6 +230,19 @@ class QuantizedWeight:
             if each.name not in _SHARED and isinstance(getattr(first, each.name), Tensor)
         }
         return replace(first, **stacked)
+
+    @classmethod
+    def stack_each(cls, parts: Iterable[Self], number: int) -> Self:
+        """Like `stack`, of `number` parts that come one after the other and need not all be there
+        at once; they differ in nothing but their tensors."""
+        stacked: Self | None = None
+        for index, part in enumerate(parts):
+            if stacked is None:
+                stacked = part._map(lambda each: each.new_empty((number, *each.shape)))
+            for whole, own in zip(stacked[index]._tensors(), part._tensors(), strict=True):
+                whole.copy_(own)
+        assert stacked is not None, "there are parts"
+        return stacked
 
     @classmethod
     def _alike(cls, parts: Sequence[Self]) -> Sequence[Self]:
