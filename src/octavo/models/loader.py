@@ -331,7 +331,7 @@ class Rounding:
         form = _rounded(stored, self._quantization, slot, load, compare)
         if form is None:
             self._left.append(name)
-            return stored.to(device, dtype)
+            return load(stored)
         lost, size = sums.tolist()
         self._errors[name] = math.sqrt(lost / size) if size else 0.0
         if match := self._layer.match(name):

@@ -224,12 +224,7 @@ class QuantizedWeight:
             _check_equal(first, other, [each.name for each in fields(first)])
             if other.shape != first.shape:
                 raise FormError(f"a weight has shape {list(other.shape)}, not {list(first.shape)}")
-        stacked = {
-            each.name: _as_bytes(torch.stack, [getattr(part, each.name) for part in parts])
-            for each in fields(first)
-            if each.name not in _SHARED and isinstance(getattr(first, each.name), Tensor)
-        }
-        return replace(first, **stacked)
+        return cls.stack_each(parts, len(parts))
 
     @classmethod
     def stack_each(cls, parts: Iterable[Self], number: int) -> Self:
@@ -239,8 +234,8 @@ class QuantizedWeight:
         for index, part in enumerate(parts):
             if stacked is None:
                 stacked = part._map(lambda each: each.new_empty((number, *each.shape)))
-            for whole, own in zip(stacked[index]._tensors(), part._tensors(), strict=True):
-                whole.copy_(own)
+            for name in stacked._own_names():
+                getattr(stacked, name)[index].copy_(getattr(part, name))
         assert stacked is not None, "there are parts"
         return stacked
 
@@ -255,12 +250,12 @@ class QuantizedWeight:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Apply `function` to all tensors that have the leading dimensions."""
-        changed = {
-            each.name: function(value)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor) and each.name not in _SHARED
-        }
-        return replace(self, **changed)
+        return replace(self, **{name: function(getattr(self, name)) for name in self._own_names()})
+
+    def _own_names(self) -> list[str]:
+        """Names of the tensors that have the leading dimensions."""
+        names = (each.name for each in fields(self) if each.name not in _SHARED)
+        return [name for name in names if isinstance(getattr(self, name), Tensor)]
 
 
 def chunks(num_rows: int, num_columns: int, rows_together: int = 1) -> Iterator[slice]:
