@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_zoo import model_directory
+from model_zoo import model_directory, write_model
 from octavo import LLM
 from octavo.config import EngineConfig, make_config
 from octavo.errors import ConfigError, OutOfMemory
+from octavo.layers.config import MLPConfig
 from octavo.layers.linear import QuantizedLinear
 from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
@@ -117,6 +118,34 @@ def test_weights_that_the_loader_does_not_quantize_stay() -> None:
         choice = choose_quantization(config, model, "float32", GIB, "hopper")
         assert choice.quantization is None
         assert reason in choice.reason
+
+
+def test_a_form_whose_groups_divide_no_inputs_is_left_out(tmp_path: Path) -> None:
+    """Instead of an error after the weights were read."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    directory = write_model("llama3", tmp_path, **sizes, intermediate_size=144)
+    model = read_model_config(directory)
+    config = make_config(directory, max_num_batched_tokens=16, max_num_seqs=4)
+    for kernels, chosen in [("hopper", "fp8"), ("ampere", None)]:
+        choice = choose_quantization(config, model, "bfloat16", 500 << 10, kernels)
+        assert choice.quantization == chosen
+        assert (
+            "groups of 32 do not divide their inputs, such as the hidden size 48" in choice.reason
+        )
+    with pytest.raises(ConfigError, match="quantized to int4: groups of 32 do not divide"):
+        quantized_on_load(model, "int4")
+    divided = {"hidden_size": 64, "intermediate_size": 144}
+    partly = read_model_config(write_model("llama3", tmp_path / "partly", **divided))
+    rounded = quantized_on_load(partly, "int4")
+    saved = partly.weight_bytes(2) - rounded.least_weight_bytes(2)
+    projections = sum(
+        each.attention.qkv.num_parameters
+        + each.attention.output.num_parameters
+        + each.mlp.up.num_parameters
+        for each in partly.layers
+        if isinstance(each.mlp, MLPConfig)
+    )
+    assert saved == int((2 - 0.5 - 2 / 128) * projections), "down projections stay"
 
 
 class SmallNeighbour(SingleRank):

@@ -125,37 +125,43 @@ def choose_quantization(
         OutOfMemory: the model fits in none of the forms; names the smallest.
     """
     forms: dict[QuantizationName | None, ModelConfig] = {None: model_config}
-    try:
-        forms |= {name: quantized_on_load(model_config, name) for name in AUTO_FORMS[kernels]}
-    except ConfigError as error:
-        return Choice(None, error.reason)
+    refusals: list[str] = []
+    for name in AUTO_FORMS[kernels]:
+        try:
+            forms[name] = quantized_on_load(model_config, name)
+        except ConfigError as error:
+            refusals.append(error.reason)
+    if refusals and len(forms) == 1:
+        return Choice(None, refusals[0])
     context = min(CONTEXT, model_config.max_model_len)
     wanted = min(SEQUENCES, config.scheduler.max_num_seqs)
     rooms: dict[QuantizationName | None, int] = {}
     texts: list[str] = []
     stored = _bytes(config, model_config, dtype, kernels)
-    for name, model in forms.items():
+    for form, model in forms.items():
         num_bytes = _bytes(config, model, dtype, kernels)
-        if name is not None and num_bytes >= stored:
+        if form is not None and num_bytes >= stored:
             continue  # the device would dequantize it
-        taken = f"{name or dtype} takes {format_bytes(num_bytes)}"
+        taken = f"{form or dtype} takes {format_bytes(num_bytes)}"
         try:
             estimate = Estimate.of(config, model, dtype, total, kernels)
         except OutOfMemory as error:
             texts.append(f"{taken} and does not fit")
             why = error
             continue
-        rooms[name] = estimate.fits(context, chunk=1)
-        texts.append(f"{taken} and leaves room for {rooms[name]:,} sequences of {context:,} tokens")
-        if rooms[name] >= NEARLY * wanted:
+        rooms[form] = estimate.fits(context, chunk=1)
+        texts.append(f"{taken} and leaves room for {rooms[form]:,} sequences of {context:,} tokens")
+        if rooms[form] >= NEARLY * wanted:
             break
+    else:
+        texts += refusals
     if not rooms:
         raise OutOfMemory(
             f"quantization: the model fits in no form that auto considers: of "
-            f"{format_bytes(total)}, {', '.join(texts)}; for the last, {why}"
+            f"{format_bytes(total)}, {', '.join(texts)}; {why}"
         ) from why
     most = min(max(rooms.values()), wanted)
-    chosen = next(name for name, room in rooms.items() if room >= NEARLY * most)
+    chosen = next(form for form, room in rooms.items() if room >= NEARLY * most)
     reason = f"{'; '.join(texts)}; room for {wanted:,} is wanted"
     if len(texts) == 1 and rooms[chosen] < NEARLY * wanted:
         reason += ", but the device would dequantize other forms"

@@ -356,7 +356,7 @@ def test_memory_is_counted_as_weights_are_kept(
     if config.quantization is not None:
         assert config.quantization.form == form
         assert config.quantization.weight_bytes == weight_bytes
-        in_layers = sum(layer.num_quantized_parameters for layer in config.layers)
+        in_layers = sum(layer.num_quantized_parameters(1) for layer in config.layers)
         saved = config.weight_bytes(4) - config.least_weight_bytes(4)
         assert saved == (int((4 - weight_bytes) * in_layers) if weight_bytes else 0)
 

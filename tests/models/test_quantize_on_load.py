@@ -158,7 +158,7 @@ def test_weights_that_cannot_be_quantized_are_named(
     with LLM(str(some), quantization="int4", num_blocks=8):
         assert "3 weights are not quantized: layers.0.mlp.down_proj.weight, " in caplog.text
     none = write_model("llama3", tmp_path / "none", hidden_size=48, intermediate_size=80)
-    message = "none of the weights can be quantized so: groups of 32 do not divide .* 18 more"
+    message = "none of the weights can be quantized to int4: groups of 32 do not divide .* size 48"
     with pytest.raises(ConfigError, match=message):
         LLM(str(none), quantization="int4", num_blocks=8)
 

@@ -199,7 +199,7 @@ class Machine:
             except ConfigError:
                 if name is None:
                     raise
-                return
+                continue
             rates = budget.decode_rates(gpu)
             is_dequantized = budget.note is not None
             yield Form(shown, budget.weight_bytes, budget.kv_slots, rates, is_dequantized)

@@ -175,6 +175,11 @@ class LinearConfig:
     def num_parameters(self) -> int:
         return self.out_features * (self.in_features + self.has_bias)
 
+    def num_quantized_parameters(self, group: int) -> int:
+        """Those that are quantized where groups of so many inputs must divide the inputs."""
+        is_quantized = self.method == "quantized" and self.in_features % group == 0
+        return self.num_parameters if is_quantized else 0
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
@@ -370,10 +375,9 @@ class MLPConfig:
     def num_parameters(self) -> int:
         return self.up.num_parameters + self.down.num_parameters
 
-    @property
-    def num_quantized_parameters(self) -> int:
-        """Those that stay quantized if the checkpoint has them so."""
-        return self.num_parameters if self.linear_method == "quantized" else 0
+    def num_quantized_parameters(self, group: int) -> int:
+        """See LinearConfig.num_quantized_parameters."""
+        return sum(each.num_quantized_parameters(group) for each in (self.up, self.down))
 
     @property
     def num_active_parameters(self) -> int:
@@ -478,12 +482,17 @@ class ExpertsConfig:
     def num_parameters(self) -> int:
         return self._num_parameters(self.routing.num_experts)
 
-    @property
-    def num_quantized_parameters(self) -> int:
-        """Those that stay quantized if the checkpoint has them so."""
-        shared = 0 if self.shared is None else self.shared.num_quantized_parameters
-        is_quantized = self.method == "quantized"
-        return shared + is_quantized * self.routing.num_experts * self.expert_parameters
+    def num_quantized_parameters(self, group: int) -> int:
+        """See LinearConfig.num_quantized_parameters."""
+        shared = 0 if self.shared is None else self.shared.num_quantized_parameters(group)
+        return shared + self.num_quantized_expert_parameters(group)
+
+    def num_quantized_expert_parameters(self, group: int) -> int:
+        """The same, of experts that a router chooses from: all of their weights or none."""
+        sizes = self.hidden_size, self.intermediate_size
+        if self.method != "quantized" or any(size % group for size in sizes):
+            return 0
+        return self.routing.num_experts * self.expert_parameters
 
     @property
     def num_active_parameters(self) -> int:

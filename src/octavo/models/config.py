@@ -154,16 +154,15 @@ class LayerConfig:
     def num_parameters(self) -> int:
         return self._beside_mlp + self.mlp.num_parameters
 
-    @property
-    def num_quantized_parameters(self) -> int:
-        """Those that stay quantized if the checkpoint has them so."""
-        attentions = [self.attention, self.cross_attention]
+    def num_quantized_parameters(self, group: int) -> int:
+        """See LinearConfig.num_quantized_parameters."""
         projections = sum(
-            each.qkv.num_parameters + each.output.num_parameters
-            for each in attentions
-            if each is not None and each.linear_method == "quantized"
+            projection.num_quantized_parameters(group)
+            for each in (self.attention, self.cross_attention)
+            if each is not None
+            for projection in (each.qkv, each.output)
         )
-        return projections + self.mlp.num_quantized_parameters
+        return projections + self.mlp.num_quantized_parameters(group)
 
     @property
     def num_active_parameters(self) -> int:
@@ -498,11 +497,12 @@ class ModelConfig(ModelDescription):
         """Parameters in projections, and in experts that routers choose from, that stay quantized
         if a device keeps them so."""
         encoder = () if self.encoder is None else self.encoder.layers
-        all_parts = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
+        group = 1 if self.quantization is None else self.quantization.smallest_group
+        all_parts = sum(each.num_quantized_parameters(group) for each in (*self.layers, *encoder))
         experts = sum(
-            each.mlp.routing.num_experts * each.mlp.expert_parameters
+            each.mlp.num_quantized_expert_parameters(group)
             for each in self.layers
-            if isinstance(each.mlp, ExpertsConfig) and each.mlp.method == "quantized"
+            if isinstance(each.mlp, ExpertsConfig)
         )
         return all_parts - experts, experts
 

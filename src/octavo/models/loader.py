@@ -26,7 +26,7 @@ from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
 from octavo.models.kv_scales import is_kv_scale
-from octavo.models.quantization import Quantization
+from octavo.models.quantization import SMALLEST_GROUP, Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import (
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 DUMMY_STD = 0.02
 # Dummy weights repeat one array of noise; its prime length makes the rows of a matrix differ.
 NOISE_LENGTH = 1_000_003
-SMALLEST_GROUP = 32  # of inputs that share a scale
 NOISE_ELEMENTS = 1 << 22  # that are filled in at once
 PASSED_ELEMENTS = 1 << 23  # of weights, after whose copies freed memory is returned
 MODULES_TOGETHER = 4  # after which it is, too, when they are rearranged

@@ -16,6 +16,7 @@ from octavo.json_fields import Fields
 COMPRESSED_TENSORS = "compressed-tensors"
 ON_LOAD_METHOD = "on-load"  # of weights that the files do not hold quantized
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
+SMALLEST_GROUP = 32  # of inputs that share a scale, of weights that are quantized on load
 
 
 FormKind = Literal["float8", "int", "mxfloat4"]
@@ -145,6 +146,12 @@ class Quantization:
         if self.form == "int":
             return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
         return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
+
+    @property
+    def smallest_group(self) -> int:
+        """By how many inputs those of a weight must be divisible to be quantized on load."""
+        has_groups = self.method == ON_LOAD_METHOD and self.group_size is not None
+        return SMALLEST_GROUP if has_groups else 1
 
     @property
     def is_unpacked(self) -> bool:

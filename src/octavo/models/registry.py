@@ -16,7 +16,7 @@ from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD
+from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
@@ -185,7 +185,8 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
 
     Raises:
         ConfigError: the files have quantized weights already, or the loader cannot: weights that
-            are read through transformers, or stored in an order of their own.
+            are read through transformers, or stored in an order of their own, or with inputs that
+            no group divides.
     """
     where = f"{config.path}: "
     if config.quantization is not None:
@@ -200,7 +201,14 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
     quantized = config.with_linear_method("quantized")
     is_usual = config.head_method == "plain"
     head_method = "rounded" if name == "int8" and is_usual else config.head_method
-    return replace(quantized, head_method=head_method, quantization=ON_LOAD[name])
+    quantized = replace(quantized, head_method=head_method, quantization=ON_LOAD[name])
+    if not any(quantized.quantized_parts):
+        raise ConfigError(
+            "quantization",
+            f"{where}none of the weights can be quantized to {name}: groups of {SMALLEST_GROUP} do "
+            f"not divide their inputs, such as the hidden size {config.hidden_size}",
+        )
+    return quantized
 
 
 def _takes_forms(names: WeightNames) -> bool:
