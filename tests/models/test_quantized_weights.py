@@ -745,6 +745,21 @@ def test_the_first_of_several_patterns_is_that_of_the_library() -> None:
     assert [each.num_bits for each in found if each is not None] == [4, 8, 8, 4]
 
 
+def test_the_last_group_with_a_target_is_that_of_the_library() -> None:
+    """A name, a pattern or the class; what is no target of the last group stays in the first."""
+    targets = ["Linear", "re:.*_proj", "x.fc"]
+    groups = {
+        "a": {"targets": [*targets, "x.own"], "weights": weights_of(8, 32)},
+        "b": {"targets": targets, "weights": weights_of(4, 32)},
+    }
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    fields = {"quantization_config": method | {"config_groups": groups}}
+    quantization = read_quantization(Fields("config.json", fields))
+    assert quantization is not None
+    found = [quantization.of_module(f"x.{name}") for name in ("fc", "o_proj", "other", "own")]
+    assert [each.num_bits for each in found if each is not None] == [4, 4, 4, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [

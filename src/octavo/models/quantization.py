@@ -247,29 +247,31 @@ COMPRESSED: Mapping[str, str | None] = {
 def _read_compressed_tensors(fields: Fields) -> Quantization:
     """FP8, int8 and packed integers, as llm-compressor writes them.
 
-    Where several patterns match a module, the first in the order of their characters counts.
+    Where several patterns match a module, the first in the order of their characters counts. Of
+    groups with the same target, the last one counts.
     """
     groups = fields.part("config_groups")
-    found: list[Group] = []
-    by_pattern: dict[str, Group] = {}
+    by_target: dict[str, tuple[Fields, Quantization]] = {}
     for name in groups.values:
         group = groups.part(name)
         # The format of all groups stands beside them; a group may have one of its own.
         where = group if group.get("format", None) is not None else fields
         if where.get("format", "dense") != "dense":
             quantization = _read_group(where, group)
-            targets = group.names("targets", [LINEAR])
-            patterns = [each for each in targets if each.startswith(PATTERN)]
-            for each in patterns:
-                targets_of_one = ModuleNames.read(group, "targets", [each])
-                by_pattern[each] = Group(targets_of_one, quantization)
-            if len(patterns) < len(targets):
-                names = frozenset(targets).difference(patterns)
-                found.append(Group(ModuleNames(names, ()), quantization))
+            by_target |= dict.fromkeys(group.names("targets", [LINEAR]), (group, quantization))
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
             raise fields.error(name, "octavo does not implement it")
-    found += [by_pattern[each] for each in sorted(by_pattern)]
+    names: dict[Quantization, list[str]] = {}
+    patterns: list[Group] = []
+    for target, (group, quantization) in sorted(by_target.items()):
+        if target.startswith(PATTERN):
+            targets = ModuleNames.read(group, "targets", [target])
+            patterns.append(Group(targets, quantization))
+        else:
+            names.setdefault(quantization, []).append(target)
+    by_name = [Group(ModuleNames(frozenset(each), ()), of) for of, each in names.items()]
+    found = [*by_name, *patterns]
     return _of_groups(found) if found else Quantization(COMPRESSED_TENSORS)
 
 
