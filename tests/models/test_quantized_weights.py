@@ -605,6 +605,10 @@ def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str
                 broken = tensor.clone()
                 broken.view(-1)[-1] = value
                 yield kind, broken
+        if tensor.dtype != torch.float16:  # of which no scale is too large
+            huge = tensor.clone()
+            huge.view(-1)[-1] = torch.finfo(tensor.dtype).max
+            yield "huge", huge
     if name == "g_idx":
         for kind, value in [("beyond the groups", 4), ("negative", -1), ("too often", 0)]:
             broken = tensor.clone()
@@ -636,6 +640,10 @@ def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
             if kind in ("NaN", "infinite", "zero", "negative"):
                 shown = {"NaN": "nan", "infinite": "inf", "zero": "0", "negative": "-1"}[kind]
                 assert f"{key} has {'group ' * (part == 'g_idx')}{shown} at [" in str(caught.value)
+            if kind == "huge":
+                assert broken is not None
+                assert f"{key} has {torch.finfo(broken.dtype).max:g} at [" in str(caught.value)
+                assert "weights, which are scales times up to" in str(caught.value)
 
 
 def test_scales_of_integers_may_be_negative(tmp_path: Path) -> None:

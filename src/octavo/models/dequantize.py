@@ -23,13 +23,21 @@ from torch import Tensor
 
 from octavo.errors import ModelError
 from octavo.models.quantization import Quantization
-from octavo.ops.quantized import MX_BLOCK, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import (
+    FLOAT8_MAX,
+    MX_BLOCK,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+)
 
 Parts = Mapping[str, Tensor]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The largest exponent of MXFP4 with which float32 and bfloat16 hold all numbers: the largest one is
 # then 6 times 2^(252 - 127). 255 stands for NaN.
 MX_LARGEST = 252
+LARGEST = torch.finfo(torch.bfloat16).max  # which float32 holds, too
 
 
 class StoredTensor(Protocol):
@@ -213,7 +221,7 @@ def _float8(
     _check_no_nan(weight, weight_name)
     if scale.dtype == torch.float8_e8m0fnu:  # powers of two
         scale = scale.float()
-    _check_scales(scale, scale_name, "positive")
+    _check_scales(scale, scale_name, "positive", FLOAT8_MAX)
     sizes, scale = (weight.shape[0], weight.shape[1]), scale.float()
     block = quantization.block
     if block is not None:
@@ -316,7 +324,7 @@ def _grouped(
     """
     num_outputs, num_inputs = values.shape
     bits = quantization.num_bits
-    _check_scales(scale, names[0], "not zero")
+    _check_scales(scale, names[0], "not zero", _largest_integer(bits, zeros))
     for name, each in zip(names, (scale, zeros), strict=False):
         if each is not None:
             _check_groups(each, num_outputs, num_inputs, groups is not None, name, quantization)
@@ -390,7 +398,7 @@ def _whole_bytes(
     if zeros is not None:
         zeros = _per_row(zeros, len(weight), names[2], len(scale) > 1).expand(len(weight), 1)
         zeros = _int8_zeros(zeros, names[2])
-    _check_scales(parts[names[1]], names[1], "not zero")
+    _check_scales(parts[names[1]], names[1], "not zero", _largest_integer(8, zeros))
     return _int8(weight, scale, names[1], zeros, quantization.quantizes_inputs)
 
 
@@ -427,7 +435,8 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
             raise FormatError("weight.nested_quant_map", "is not there, and nested scales need it")
         inner = parts["weight.nested_quant_map"]
         _check_table(inner, "weight.nested_quant_map", 256)
-        _check_scales(outer, "weight.nested_absmax", "not negative")
+        largest = float(inner.abs().max())
+        _check_scales(outer, "weight.nested_absmax", "not negative", largest)
         _check_bytes(scale, "weight.absmax")
         scale = scale.flatten()
         if nested < 1 or outer.numel() != -(-len(scale) // nested):
@@ -437,7 +446,8 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
             )
         outer = outer.flatten().repeat_interleave(min(nested, len(scale)))[: len(scale)]
         scale = inner[scale.long()] * outer + offset
-    _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
+    # A block of zeros has 0.
+    _check_scales(scale, "weight.absmax", "not negative", float(table.abs().max()))
     scale = scale.flatten().float()
     # Floating-point numbers (bnb_4bit_quant_storage) have the same bytes.
     if not parts["weight"].is_floating_point():
@@ -462,7 +472,7 @@ def _bitsandbytes_int8(parts: Parts, quantization: Quantization) -> QuantizedWei
     Inputs stay as they are: LLM.int8() rounds all of them but outliers.
     """
     scale = parts["SCB"]
-    _check_scales(scale, "SCB", "not negative")  # a row of zeros has 0
+    _check_scales(scale, "SCB", "not negative", 128 / 127)  # a row of zeros has 0
     num_outputs = parts["weight"].shape[:1].numel()
     if scale.numel() != num_outputs:
         raise FormatError("SCB", f"has shape {list(scale.shape)} for {num_outputs} outputs")
@@ -608,11 +618,19 @@ def _per_row(scale: Tensor, num_rows: int, name: str, has_rows: bool | None = No
     return scale.reshape(-1, 1)
 
 
+def _largest_integer(bits: int, zeros: Tensor | None) -> int:
+    """The largest absolute value of an integer less its zero point; None: half of all integers."""
+    return 1 << (bits - 1 if zeros is None else bits)
+
+
 def _check_scales(
-    scale: Tensor, name: str, sign: Literal["positive", "not negative", "not zero"]
+    scale: Tensor,
+    name: str,
+    sign: Literal["positive", "not negative", "not zero"],
+    most: float,
 ) -> None:
-    """Raise FormatError unless all scales are finite, and of that sign; some quantizers of integers
-    write negative ones."""
+    """Raise FormatError unless all scales are of that sign, and finite, as are their products with
+    values of up to `most`; some quantizers of integers write negative scales."""
     if not scale.is_floating_point() or scale.element_size() < 2 or not scale.numel():
         kind = f"{scale.dtype} {list(scale.shape)}"
         raise FormatError(
@@ -628,6 +646,13 @@ def _check_scales(
         index = _first(wrong)
         raise FormatError(
             name, f"has {float(scale[tuple(index)]):g} at {index}; scales are finite and {sign}"
+        )
+    if float(largest) * most > LARGEST:
+        index = _first(wide == largest)
+        raise FormatError(
+            name,
+            f"has {float(scale[tuple(index)]):g} at {index}; weights, which are scales times up to "
+            f"{most:g}, are at most {LARGEST:.3g}",
         )
 
 
