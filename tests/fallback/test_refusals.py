@@ -138,6 +138,20 @@ def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("ernie4_5_moe", "moe_num_experts"), ("ernie4_5_moe", "moe_k"), ("deepseek_v3", "v_head_dim")],
+)
+def test_a_number_that_is_null_is_named(model_type: str, name: str, tmp_path: Path) -> None:
+    """While the module is made, and in its forward pass; transformers' errors name no field."""
+    default = getattr(AutoConfig.for_model(model_type), name)
+    shrunken_config(model_type).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: None}))
+    with pytest.raises(ModelError, match=rf"; {name} is null; its default is {default}"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
         ("mellum", {"head_dim": 1}, "rotation makes 2 elements of the 1 that a head has"),

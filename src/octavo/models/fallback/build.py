@@ -213,13 +213,26 @@ def _check_groups(config: Any) -> None:
 
 def _wrong_numbers(config: Any) -> str:
     """What to add to an error of transformers' modules, whose own does not name a field: numbers
-    that do not fit together, each with its limit."""
+    that lack, and those that do not fit together, each with its limit."""
     experts, fields = _numbers_of_experts(config)
-    found = [] if experts is None else _wrong_experts(experts, fields)
+    found = _lacking_numbers(config)
+    found += [] if experts is None else _wrong_experts(experts, fields)
     size, rotated = fields.get("head_dim"), fields.get("qk_rope_head_dim")
     if size is not None and rotated is not None and size != rotated:
         found.append(f"head_dim is {size}; it must be {rotated} (qk_rope_head_dim)")
     return "".join(f"; {each}" for each in found)
+
+
+def _lacking_numbers(config: Any) -> list[str]:
+    """Fields that are null, and numbers by default, such as sizes; ids of tokens may be null."""
+    defaults = type(config)().to_dict()
+    return [
+        f"{name} is null; its default is {defaults[name]}"
+        for name, value in config.to_dict().items()
+        if value is None
+        and isinstance(defaults.get(name), int | float)
+        and not name.endswith("_token_id")
+    ]
 
 
 def _wrong_experts(experts: str, fields: dict[str, int]) -> list[str]:
