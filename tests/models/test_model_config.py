@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from model_zoo import write_model
 from octavo.config import ModelImpl
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
@@ -1258,3 +1259,19 @@ def test_which_projections_are_a_chain(
     config = config.sharded(Shard(0, ranks))
     assert {layer.chains_projections for layer in config.layers} == {all_of_them}
     assert {layer.queries_follow_experts for layer in config.layers} == {queries}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stack"),
+    [
+        ({"encoder_attention_heads": 1}, "the encoder: the number of attention heads (1)"),
+        ({"decoder_attention_heads": 1}, "the decoder: the number of attention heads (1)"),
+    ],
+)
+def test_heads_that_do_not_divide_are_those_of_a_stack(
+    overrides: dict[str, int], stack: str, tmp_path: Path
+) -> None:
+    config = read_model_config(write_model("bart", tmp_path, **overrides))
+    with pytest.raises(ConfigError) as error:
+        config.sharded(Shard(0, 2))
+    assert str(error.value).startswith(f"tensor_parallel_size: {stack}")

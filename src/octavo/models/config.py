@@ -7,7 +7,8 @@ them. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -259,13 +260,14 @@ class ModelDescription:
         if shard.size == 1:
             return self
         shard.padded(self.vocab_size)
-        return replace(
-            self,
-            layers=tuple(layer.sharded(shard) for layer in self.layers),
-            relative_biases=tuple(bias.sharded(shard) for bias in self.relative_biases),
-            encoder=None if self.encoder is None else self.encoder.sharded(shard),
-            shard=shard,
-        )
+        encoder = self.encoder
+        if encoder is not None:
+            with _errors_name("the encoder"):
+                encoder = encoder.sharded(shard)
+        with _errors_name("the decoder") if encoder is not None else nullcontext():
+            layers = tuple(layer.sharded(shard) for layer in self.layers)
+            biases = tuple(bias.sharded(shard) for bias in self.relative_biases)
+        return replace(self, layers=layers, relative_biases=biases, encoder=encoder, shard=shard)
 
     @property
     def num_layers(self) -> int:
@@ -574,6 +576,15 @@ class ModelConfig(ModelDescription):
                 f"{max_model_len} is more than the {self.max_model_len} positions of {self.path}",
             )
         return replace(self, max_model_len=max_model_len)
+
+
+@contextmanager
+def _errors_name(stack: str) -> Iterator[None]:
+    """Say of which of a model's stacks of layers an option does not fit."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.field, f"{stack}: {error.reason}") from error
 
 
 def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
