@@ -541,7 +541,7 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "end": (cut(-1), "the file is truncated"),
     "half a header": (cut(3000), "bad.gguf"),
     "nothing": (cut(0), "is not a GGUF file"),
-    "layers": (put("I", 0, b"llama.block_count", 4), "has no llama.block_count"),
+    "layers": (put("I", 0, b"llama.block_count", 4), "llama.block_count is 0; it must be"),
     "many layers": (
         put("I", 1 << 31, b"llama.block_count", 4),
         "llama.block_count is 2147483648; the file has tensors of 1 layers",
@@ -632,7 +632,7 @@ EXPERT_FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "no experts": (put("I", 0, b"gpt-oss.expert_count", 4), "gpt-oss.expert_count|has no"),
     "a million": (put("I", 10**6, b"gpt-oss.expert_count", 4), r"expert_count \(1000000\)"),
     "too many are used": (put("I", 6, b"expert_used_count", 4), "6 of 5 experts cannot be chosen"),
-    "all of none": (put("I", 0, b"expert_used_count", 4), "has no gpt-oss.expert_used_count"),
+    "all of none": (put("I", 0, b"expert_used_count", 4), "expert_used_count is 0; it must be"),
     "size": (
         put("I", 64, b"expert_feed_forward_length", 4),
         r"exps.0.(weight|bias) has shape \[.*96.*\]; the metadata asks for \[.*64.*\]",

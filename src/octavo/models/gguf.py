@@ -282,6 +282,8 @@ class GgufSource:
             found = self._value(value)
             if found is not None:
                 config[name] = found
+            elif value.is_required and self._key(value.key) in file.metadata:
+                raise self._error(value.key, "it must be positive")
             elif value.is_required:
                 raise ModelError(f"{file.path} has no {self._key(value.key)}")
         self._check_layers(config["num_hidden_layers"])
