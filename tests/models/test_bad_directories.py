@@ -184,6 +184,21 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
     assert not outcome(read)
 
 
+def test_a_tensor_of_a_type_that_torch_does_not_have(tmp_path: Path) -> None:
+    """The safetensors library reads its header, and not its values."""
+    source = model_zoo.model_directory("llama")
+    shutil.copy(source / "config.json", tmp_path)
+    file = tmp_path / "model.safetensors"
+    entry = {"dtype": "F6_E3M2", "shape": [48], "data_offsets": [0, 36]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(36))
+    config = read_model_config(tmp_path)
+    model = build_model(config, torch.float32, CPU, SingleRank())
+    message = r"model\.safetensors: model\.norm\.weight cannot be read: .* F6_E3M2"
+    with pytest.raises(ModelError, match=message):
+        load_weights(model, config)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

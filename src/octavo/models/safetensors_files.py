@@ -51,17 +51,24 @@ class SafetensorsFiles:
 class TensorInFile:
     """A tensor of an open weight file, of which only slices that are asked for are read."""
 
+    path: Path
     file: Any
     name: str
     shape: tuple[int, ...]
 
     def read(self, index: tuple[slice, ...]) -> Tensor:
-        """A slice of it; all of it is memory-mapped."""
+        """A slice of it; all of it is memory-mapped.
+
+        Raises ModelError if torch has no such dtype.
+        """
         sizes = [each.stop - each.start for each in index]
-        if tuple(sizes) == self.shape:
-            tensor: Tensor = self.file.get_tensor(self.name)
-        else:
-            tensor = self.file.get_slice(self.name)[index]
+        try:
+            if tuple(sizes) == self.shape:
+                tensor: Tensor = self.file.get_tensor(self.name)
+            else:
+                tensor = self.file.get_slice(self.name)[index]
+        except SafetensorError as error:
+            raise ModelError(f"{self.path}: {self.name} cannot be read: {error}") from error
         return tensor
 
 
@@ -76,7 +83,7 @@ def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
                 raise ModelError(f"{path} lacks {few(lacking)}, which {INDEX_FILE} lists")
             for name in sorted(names):
                 shape = tuple(file.get_slice(name).get_shape())
-                yield path, name, TensorInFile(file, name, shape)
+                yield path, name, TensorInFile(path, file, name, shape)
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
         except RuntimeError as error:  # beyond a limit on the process's addresses
