@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model_zoo import model_directory
+from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.json_fields import Fields
 from octavo.layers.base import WeightSlot
 from octavo.layers.config import ExpertsConfig
+from octavo.layers.experts import QuantizedExperts
 from octavo.layers.linear import QuantizedLinear, warn_once
 from octavo.models.dequantize import _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
@@ -556,6 +558,62 @@ def test_experts_in_one_tensor_are_rounded_one_after_the_other(name: str) -> Non
     with CopiedSizes() as copied:
         load_weights(model, config)
     assert 0 < copied.most <= 2 * experts.hidden_size * experts.intermediate_size  # one's
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations return, for as long as they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(each, Tensor) and not each.is_meta:
+                self._hold(each.untyped_storage())
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("granitemoe", 0.0), ("mixtral", 2 / 3), ("gpt_oss", 2 / 3)]
+)
+def test_experts_are_not_there_twice_when_they_are_put_together(
+    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates and ups of one layer are moved at once, at most; none where the file has them so."""
+    monkeypatch.setattr(
+        "octavo.layers.experts.make_quantized_experts_kernel", lambda form, *_: form
+    )
+    directory = write_model(name, tmp_path, hidden_size=128, num_local_experts=16)
+    config = quantized_on_load(read_model_config(directory), "fp8")
+    experts = config.layers[0].mlp
+    assert isinstance(experts, ExpertsConfig)
+    with HeldBytes() as held:
+        model = build_model(config, torch.bfloat16, torch.device("cpu"), SingleRank())
+        load_weights(model, config)
+        model.checkpoint = None
+        before = held.most = held.now
+        for module in model.modules():
+            if isinstance(module, QuantizedExperts):
+                module.finalize()
+    num_bytes = 3 * experts.routing.num_experts * experts.hidden_size * experts.intermediate_size
+    assert held.now == before
+    assert held.most - before <= 1.1 * share * num_bytes
 
 
 def in_two_files(directory: Path, choose: Callable[[str], bool]) -> None:

@@ -78,8 +78,8 @@ class WeightTarget:
     slices: tuple[WeightSlice, ...]
 
     @classmethod
-    def whole(cls, target: Tensor) -> WeightTarget:
-        """All of the tensor."""
+    def whole(cls, target: Tensor | WeightSlot) -> WeightTarget:
+        """All of the tensor, or of the slot."""
         where = tuple(slice(0, size) for size in target.shape)
         return cls(tuple(target.shape), (WeightSlice(target, where),))
 

@@ -150,8 +150,9 @@ class LoadedExperts(ExpertsMethod):
     def merged_places(self) -> tuple[Sequence[Place], Place]:
         """Where a tensor with the gates and ups of all experts goes, and that of down weights.
 
-        The first are gates and ups, [experts, out_features, in_features]; or, where they take turns
-        (ExpertsConfig.alternating), one place in the order of such a checkpoint.
+        The first are gates and ups, [experts, out_features, in_features], or one place for both,
+        if this rank has all of them; or, where they take turns (ExpertsConfig.alternating), one
+        place in the order of such a checkpoint.
         """
         raise NotImplementedError
 
@@ -251,6 +252,8 @@ class LoadedExperts(ExpertsMethod):
             (pairs,) = places
             where = (experts, *everything, slice(2 * part.start, 2 * part.stop))
             return WeightTarget((num, *columns, 2 * inner), (WeightSlice(pairs, where),))
+        if len(places) == 1:
+            return WeightTarget.whole(places[0])
         gates, ups = places
         up_part = slice(inner + part.start, inner + part.stop)
         return WeightTarget(
@@ -319,7 +322,9 @@ class QuantizedExperts(LoadedExperts):
                 ups = [_slot(num, size, 2 * inner, is_transposed=True)]
                 self._merged = ups, _slot(num, inner, size, is_transposed=True)
             else:
-                ups = [_slot(num, inner, size) for _ in range(2)]
+                is_whole = self.config.shard.size == 1
+                sizes = [2 * inner] if is_whole else [inner, inner]
+                ups = [_slot(num, each, size) for each in sizes]
                 self._merged = ups, _slot(num, size, inner)
         return self._merged
 
@@ -338,29 +343,33 @@ class QuantizedExperts(LoadedExperts):
         self._kernel = kernel
 
     def _taken(self) -> tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight]:
-        """Gates and ups, and down weights of all experts, which the slots have no more."""
+        """Gates and ups, and down weights of all experts, which the slots have no more: each is
+        cleared before the next weights are moved, so that a layer is not there twice."""
         if self._merged is not None:
             ups, down = self._merged
             self._dtype = down.dtype
-            found = _joined([_content(each) for each in ups], self._dtype), _content(down)
+            up = _joined(_emptied(ups), self._dtype)
             if self.config.alternating:
-                found = _in_halves(found[0], self._dtype), found[1]
-            slots = [*ups, down]
-        else:
-            self._dtype = self._separate[0][0].dtype
-            gates, ups_of_all, downs = (
-                _stacked([_content(each) for each in slots], self._dtype)
-                for slots in zip(*self._separate, strict=True)
-            )
-            found = _joined([gates, ups_of_all], self._dtype), downs
-            slots = [slot for each in self._separate for slot in each]
-        for slot in slots:
-            slot.clear()
-        return found
+                up = _in_halves(up, self._dtype)
+            [down_weights] = _emptied([down])
+            return up, down_weights
+        self._dtype = self._separate[0][0].dtype
+        gates, ups_of_all, downs = (
+            _stacked(_emptied(slots), self._dtype) for slots in zip(*self._separate, strict=True)
+        )
+        return _joined([gates, ups_of_all], self._dtype), downs
 
 
 def _slot(*shape: int, is_transposed: bool = False) -> WeightSlot:
     return WeightSlot(*shape, is_transposed=is_transposed, is_of_experts=True)
+
+
+def _emptied(slots: Sequence[WeightSlot]) -> list[Tensor | QuantizedWeight]:
+    """What was put into the slots, which let go of it."""
+    contents = [_content(each) for each in slots]
+    for each in slots:
+        each.clear()
+    return contents
 
 
 def _content(slot: WeightSlot) -> Tensor | QuantizedWeight:
