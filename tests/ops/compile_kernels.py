@@ -154,7 +154,7 @@ def prompts_on_hopper() -> None:
 
 
 def clusters() -> None:
-    """attention_decode_cluster.py's kernel with heads of both sizes, groups of one and of many
+    """attention_decode_cluster.py's kernel with heads of all sizes, groups of one and of many
     heads, and all features."""
     from attention_cases import UnitNorm, rotary_table
 
@@ -162,11 +162,15 @@ def clusters() -> None:
     from octavo.ops.cuda.attention_scores import KernelScores
     from octavo.ops.cuda.kv_write import HeadChanges
 
-    for num_warps, dim, block_size, group, rotary_dim, window in (
-        (4, 128, 16, 8, 128, None),
-        (8, 128, 16, 8, 128, None),
-        (4, 64, 48, 7, 24, 100),
-        (4, 128, 8, 1, None, 1),
+    one_tile = ClusterConfig(is_one_tile=True)
+    for config, dim, block_size, group, rotary_dim, has_scores in (
+        (ClusterConfig(), 128, 16, 8, 128, False),
+        (ClusterConfig(8), 128, 16, 8, 128, False),
+        (ClusterConfig(), 64, 48, 7, 24, True),
+        (ClusterConfig(), 128, 8, 1, None, True),
+        (ClusterConfig(), 256, 16, 2, 256, False),
+        (one_tile, 256, 16, 4, 256, True),
+        (one_tile, 128, 16, 8, 128, False),
     ):
         query = torch.zeros(2, 2 * group, dim, dtype=torch.bfloat16)
         key = torch.zeros(2, 2, dim, dtype=torch.bfloat16)
@@ -174,9 +178,9 @@ def clusters() -> None:
         numbers = torch.zeros(1, 8, dtype=torch.int32)
         rotary, norm, cap, sinks = None, None, None, None
         if rotary_dim is not None:
-            rotary = rotary_table(rotary_dim, interleaved=window is not None)
+            rotary = rotary_table(rotary_dim, interleaved=has_scores)
             norm = UnitNorm(dim, torch.bfloat16, "cpu").weight, 1e-5
-        if window is not None:
+        if has_scores:
             cap, sinks = 2.0, torch.zeros(2 * group)
         attend_in_clusters(
             query,
@@ -188,8 +192,7 @@ def clusters() -> None:
             query.flatten(1),
             HeadChanges(rotary, norm, norm),
             KernelScores(0.1, cap, None, sinks, None),
-            window,
-            ClusterConfig(num_warps),
+            config,
         )
 
 

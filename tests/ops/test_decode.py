@@ -129,7 +129,7 @@ def check_decodes(
 
 # The same, of heads that clusters take
 CLUSTER_CASES = {
-    "cpu": [(16, 1, 4, 128, None), (48, 1, 7, 64, 900)],
+    "cpu": [(16, 1, 4, 128, None), (48, 1, 7, 64, 900), (16, 1, 2, 256, None)],
     "cuda": [
         (16, 1, 4, 128, None),
         (16, 2, 8, 128, 3000),
@@ -138,6 +138,8 @@ CLUSTER_CASES = {
         (1, 1, 3, 128, None),
         (256, 2, 5, 128, 100),
         (16, 1, 2, 64, None),
+        (16, 2, 2, 256, None),
+        (8, 1, 4, 256, 1000),
     ],
 }
 
@@ -155,9 +157,12 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
     rows = np.random.default_rng(0).permutation(num_seqs).astype(np.int32)
     seqs = Sequences(np.arange(num_seqs, dtype=np.int32)[::-1], rows, contexts, contexts * 0 + 1)
     cached = [max(0, int(contexts[list(rows).index(row)]) - 1) for row in range(num_seqs)]
+    configs = ClusterConfig(), ClusterConfig(8), ClusterConfig(is_one_tile=True)
     for config, (block_size, kv_heads, group, dim, window) in product(
-        (ClusterConfig(), ClusterConfig(8)), CLUSTER_CASES[device.type]
+        configs, CLUSTER_CASES[device.type]
     ):
+        if config.is_one_tile:
+            window = min(window or 1025, 1025)  # 16 tiles of 64 cached keys, and the new one
         tile = config.tile
         for dtype in CLUSTER_DTYPES[device.type]:
             if not config.takes(dtype, dim, group):
@@ -167,9 +172,7 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
             paged = make_paged(cached, max(contexts) + 40, block_size, kv_heads, dim, dtype, device)
             fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).to(dtype).to(device)
             query, key, value = fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
-            items = decode_items(
-                seqs, window, tile, tile_alignment(tile, block_size), None, 5
-            ).items
+            items = decode_items(seqs, window, tile, 1, None, 5).items
             assert len(items) == 5
             output = query.new_full((num_seqs, kv_heads * group * dim), torch.nan)
             attend_in_clusters(
@@ -182,7 +185,6 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
                 output,
                 HeadChanges(*NO_CHANGES),
                 KernelScores.of(ScoreFunction(dim**-0.5, cap), device),
-                window,
                 config,
             )
             check_decodes(paged, seqs, query, key, value, output, window, cap)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.base import DecodeItems
+from octavo.ops.base import MOST_CONTINUED, DecodeItems
 from octavo.ops.cuda.attention_work_items import Int32s, Sequences, decode_items
 from octavo.ops.cuda.paged import ITEM_FIELDS
 from octavo.ops.cuda.pending_tokens import begin_decodes, keep_tokens
-from octavo.worker.model_runner import MOST_CONTINUED
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

@@ -27,12 +27,16 @@ from octavo.ops import (
     StagingPart,
     load_backend,
 )
-from octavo.ops.base import AttentionBackend, CascadeSegments, Staging
+from octavo.ops.base import MOST_CONTINUED, AttentionBackend, CascadeSegments, Staging
 from octavo.ops.cuda import attention, attention_decode_cluster
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
-from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, cluster_config
+from octavo.ops.cuda.attention_decode_cluster import (
+    CONTEXT_LIMITS,
+    ClusterConfig,
+    cluster_config,
+)
 from octavo.ops.cuda.attention_prefill import prefill_config
 from octavo.ops.cuda.tile_sizes import power_of_2
 
@@ -348,20 +352,33 @@ def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
 
 
 def test_programs_of_clusters_have_more_warps_for_longer_contexts_of_fewer_heads() -> None:
-    few, wide = ClusterConfig(), ClusterConfig(8)
+    one, few, wide = ClusterConfig(is_one_tile=True), ClusterConfig(), ClusterConfig(8)
     chosen = [
-        (128, 8, 4, [few, wide, wide, None]),
-        (128, 4, 8, [few, few, None, None]),
-        (128, 1, 4, [few, few, None, None]),  # too few columns for the threads of eight warps
-        (64, 8, 4, [few, few, None, None]),
-        (128, 4, 9, [None] * 4),
-        (96, 4, 1, [None] * 4),
-        (128, 9, 1, [None] * 4),
+        (128, 8, 4, [one, wide, wide, wide, None]),
+        (128, 4, 8, [few, few, few, None, None]),
+        (128, 1, 4, [one, few, few, None, None]),  # too few columns for the threads of eight warps
+        (64, 8, 4, [one, few, few, None, None]),
+        (256, 2, 4, [one, None, None, None, None]),
+        (256, 8, 1, [None] * 5),  # more than fits in shared memory
+        (256, 2, 5, [None] * 5),
+        (128, 4, 9, [None] * 5),
+        (96, 4, 1, [None] * 5),
+        (128, 9, 1, [None] * 5),
     ]
     for head_dim, group, pairs, expected in chosen:
         of_shape = partial(cluster_config, torch.bfloat16, head_dim, group, pairs)
-        assert [of_shape(longest) for longest in (1024, 4096, 8192, 8193)] == expected
+        assert [of_shape(longest) for longest in (1010, 1011, 4096, 8192, 8193)] == expected
     assert cluster_config(torch.float32, 128, 8, 1, 1) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_continued_steps_keep_to_the_keys_of_one_tile(head_dim: int) -> None:
+    """16 programs of 64 keys; windows count the new token, too."""
+    one = ClusterConfig(is_one_tile=True)
+    of_shape = partial(cluster_config, torch.bfloat16, head_dim, 2, 4)
+    longest = max(each for each in range(2000) if of_shape(each) == one)
+    assert longest == 16 * 64 + 1 - MOST_CONTINUED == CONTEXT_LIMITS[0]
+    assert of_shape(9000, 1025) == one != of_shape(9000, 1026)
 
 
 @pytest.mark.gpu

@@ -462,9 +462,16 @@ class DecodeItems(NamedTuple):
     alignment: int  # what an item's first key is a multiple of, if there is a window
 
 
+# Steps that the device goes on with by itself, one after the other: meanwhile a sequence's last
+# split of keys grows. A window leaves the first one, and must not get beyond it: these are fewer
+# steps than the smallest tile has keys.
+MOST_CONTINUED = 15
+
+
 @runtime_checkable
 class ContinuingBackend(Protocol):
-    """What an AttentionBackend has, too, whose decodes need not be planned again for every step."""
+    """What an AttentionBackend has, too, whose decodes need not be planned again for every step:
+    MOST_CONTINUED steps may follow a planned one."""
 
     def decode_items(self) -> list[DecodeItems]:
         """Of the step planned last, which computes one token of each sequence."""

@@ -29,6 +29,7 @@ from octavo.core.step import StepPlan
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import (
+    MOST_CONTINUED,
     AttentionBackend,
     CascadeSegments,
     ContinuingBackend,
@@ -58,11 +59,6 @@ from octavo.worker.sampler import (
 from octavo.worker.submitted_step import SubmittedStep
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
-
-# Steps that the device goes on with by itself, one after the other: meanwhile a sequence's last
-# split of keys grows. A window leaves the first one, and must not get beyond it: these are fewer
-# steps than the smallest tile has keys.
-MOST_CONTINUED = 15
 
 
 class Captured(NamedTuple):

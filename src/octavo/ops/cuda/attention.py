@@ -219,7 +219,7 @@ class TritonBackend:
             work = self._cut_cascade(shape, seqs, cascade, num_padded)
             longest = int(seqs.contexts.max(initial=batch.longest))
             config = self._decode_config(shape, num_seqs * kv_heads, longest, work is not None)
-            alignment = tile_alignment(config.tile, shape.block_size)
+            alignment = _alignment(shape, config)
             splits: dict[str, Any] = {"num_splits": None}
             if isinstance(config, DecodeConfig):
                 at_once = config.splits_of_each(num_seqs, kv_heads, shape.group, shape.head_dim)
@@ -251,8 +251,9 @@ class TritonBackend:
         partial results of a cascade may be there, which clusters do not take."""
         clusters = None
         if shape in self._cluster_shapes and not has_cascade:
-            longest = min(longest, shape.window or longest)
-            clusters = cluster_config(self._dtype, shape.head_dim, shape.group, num_pairs, longest)
+            clusters = cluster_config(
+                self._dtype, shape.head_dim, shape.group, num_pairs, longest, shape.window
+            )
         return clusters or decode_config(
             *(self._dtype, shape.head_dim, shape.group, num_pairs),
             self._shared_memory,
@@ -261,7 +262,7 @@ class TritonBackend:
 
     def decode_items(self) -> list[DecodeItems]:
         return [
-            DecodeItems(items, shape.window, tile_alignment(config.tile, shape.block_size))
+            DecodeItems(items, shape.window, _alignment(shape, config))
             for shape, (items, config) in self._decodes.items()
         ]
 
@@ -533,6 +534,13 @@ def _check(dtype: torch.dtype, *heads: Tensor) -> None:
         assert x.dtype == dtype, f"{x.dtype} for a backend of {dtype}"
         assert x.stride(2) == 1, "heads must be dense"
         assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+
+
+def _alignment(shape: _Shape, config: DecodeConfig | ClusterConfig) -> int:
+    """What the first key of a work item of decodes must be a multiple of."""
+    if isinstance(config, ClusterConfig):
+        return 1
+    return tile_alignment(config.tile, shape.block_size)
 
 
 def _sequences_of(batch: AttentionBatch) -> Sequences:

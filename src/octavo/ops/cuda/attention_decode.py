@@ -747,7 +747,7 @@ def decode_attention(
         assert isinstance(output, Tensor), "`can_round` says so"
         assert kv_scales is None, "clusters take keys as they are"
         attend_in_clusters(
-            query, key, value, layer_cache, table, items, output, changes, scores, window, config
+            query, key, value, layer_cache, table, items, output, changes, scores, config
         )
         return
     num_heads, head_dim = query.shape[1:]

@@ -35,6 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from octavo.ops.base import MOST_CONTINUED
 from octavo.ops.cuda.attention_scores import TANH, KernelScores
 from octavo.ops.cuda.clusters import (
     BARRIER_BYTES,
@@ -57,11 +58,11 @@ from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.rotary import partner_of
 from octavo.ops.cuda.tile_sizes import power_of_2
 
-_HEAD_DIMS = (64, 128)
-CONTEXT_LIMITS = (1024, 4096, 8192)  # keys of a sequence, from which on other kernels are faster
+_HEAD_DIMS = (64, 128, 256)
 _CLUSTER = 16
 _KEYS = tl.constexpr(16)  # of a warp
 _HEADS = tl.constexpr(8)  # of a group, padded
+_MOST_COLUMNS = 1024  # of the output, for each KV head
 _TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
@@ -70,6 +71,7 @@ class ClusterConfig:
     """Says that a step's decodes have this module's kernel, in programs of so many warps."""
 
     num_warps: int = 4
+    is_one_tile: bool = False  # no sequence has more keys than one tile of each program
 
     @property
     def tile(self) -> int:
@@ -87,31 +89,50 @@ class ClusterConfig:
             dtype in (torch.float16, torch.bfloat16)
             and head_dim in _HEAD_DIMS
             and group <= _HEADS.value
-            # An output column for each thread.
-            and power_of_2(group) * head_dim >= 32 * self.num_warps
+            # An output column for each thread, and what the warps keep fits in 48 KB.
+            and 32 * self.num_warps <= power_of_2(group) * head_dim <= _MOST_COLUMNS
         )
 
 
+_ONE_TILE = ClusterConfig(is_one_tile=True)
+_KEYS_OF_TILES = _CLUSTER * _ONE_TILE.tile  # one for each program
+# Up to so many tokens of a sequence its keys are one tile of each program, also when steps have
+# continued; and programs of four and of eight warps are faster than other kernels.
+CONTEXT_LIMITS = (_KEYS_OF_TILES + 1 - MOST_CONTINUED, 4096, 8192)
+
+
 def cluster_config(
-    dtype: torch.dtype, head_dim: int, group: int, num_pairs: int, longest: int
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_pairs: int,
+    longest: int,
+    window: int | None = None,
 ) -> ClusterConfig | None:
     """How decodes of such layers are computed; None: by another kernel, which is faster or has to.
 
     Args:
         dtype, head_dim, group: see `ClusterConfig.takes`.
         num_pairs: sequences times KV heads. Up to eight clusters have an SM for each program, and
-            up to four leave room for programs of eight warps.
-        longest: keys of a sequence, at most.
+            up to four leave room for programs of more registers.
+        longest: tokens of a sequence, at most, in the first of the steps that continue each other.
+        window: of which a token sees so many, itself included.
     """
     narrow, wide = ClusterConfig(), ClusterConfig(8)
-    one_tile, most, most_of_wide = CONTEXT_LIMITS
+    _, most, most_of_wide = CONTEXT_LIMITS
     if not narrow.takes(dtype, head_dim, group) or num_pairs > 8:
         return None
-    if num_pairs <= 4 and head_dim == 128 and wide.takes(dtype, head_dim, group):
-        if longest <= one_tile:
-            return narrow
-        return wide if longest <= most_of_wide else None
-    return narrow if longest <= most else None
+    has_few_pairs = num_pairs <= 4
+    finally_longest = longest + MOST_CONTINUED
+    most_cached = min(finally_longest, window or finally_longest) - 1
+    if has_few_pairs and most_cached <= _KEYS_OF_TILES:
+        return _ONE_TILE
+    if head_dim > 128:
+        return None
+    keys = min(longest, window or longest)
+    if has_few_pairs and head_dim == 128 and wide.takes(dtype, head_dim, group):
+        return wide if keys <= most_of_wide else None
+    return narrow if keys <= most else None
 
 
 @gluon.jit
@@ -191,21 +212,16 @@ def _weigh(
     total,
     first,
     end,
-    position,
     scale,
     cap,
     WARPS: gl.constexpr,
-    WINDOW: gl.constexpr,
     MMA: gl.constexpr,
 ):
     """The maximum and the sum of each warp's weights so far [WARPS, 8], with the keys of one more
     tile; what earlier weights are multiplied by; and the new ones, as a right operand."""
     products = mma_v2(k, q, gl.zeros([WARPS, _KEYS, _HEADS], gl.float32, MMA))
     key = first + _along(0, WARPS, MMA) * _KEYS + _along(1, _KEYS, MMA)
-    visible = key < end
-    if WINDOW > 0:
-        visible = visible & (key > position - WINDOW)
-    scores = gl.where(visible, _scored(products, scale, cap), -float("inf"))
+    scores = gl.where(key < end, _scored(products, scale, cap), -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
     weights = gl.exp2(scores - new_top[:, None, :])
     old_weight = gl.exp2(top - new_top)
@@ -265,8 +281,8 @@ def _cluster_kernel(
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     WARPS: gl.constexpr,
+    ONE_TILE: gl.constexpr,
     CLUSTER: gl.constexpr,
-    WINDOW: gl.constexpr,
     ROTARY_HALF: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     HAS_NORM: gl.constexpr,
@@ -395,9 +411,9 @@ def _cluster_kernel(
         total = gl.zeros([WARPS, _HEADS], gl.float32, gl.SliceLayout(1, MMA))
         acc = gl.zeros([WARPS, HEAD_DIM, _HEADS], gl.float32, MMA)
         top, total, old_weight, weights = _weigh(
-            k, q, top, total, begin, end, position, scale, cap, WARPS, WINDOW, MMA
+            k, q, top, total, begin, end, scale, cap, WARPS, MMA
         )
-        if begin + TILE < end:
+        if not ONE_TILE and begin + TILE < end:
             # Ids of blocks are loaded one tile ahead, so that keys do not wait for the table.
             tile_keys = _tile_keys(begin + TILE, WARPS, KEYS)
             key_blocks = _blocks_of(table, tile_keys, end, BLOCK_SIZE)
@@ -417,7 +433,7 @@ def _cluster_kernel(
                 )  # fmt: skip
                 value_blocks = _blocks_of(table, tile_values + TILE, end, BLOCK_SIZE)
                 top, total, old_weight, weights = _weigh(
-                    k, q, top, total, first, end, position, scale, cap, WARPS, WINDOW, MMA
+                    k, q, top, total, first, end, scale, cap, WARPS, MMA
                 )
         acc = _add(acc, old_weight, v, weights, WARPS, HEAD_DIM)
 
@@ -547,14 +563,13 @@ def attend_in_clusters(
     output: Tensor,
     changes: HeadChanges,
     scores: KernelScores,
-    window: int | None,
     config: ClusterConfig,
 ) -> None:
     """As `decode_attention`, of what `config` takes.
 
     Args:
-        items: one for each sequence, with all its cached keys, of which the first may be any; or of
-            none, token -1.
+        items: one for each sequence, with all cached keys that it sees, which may begin anywhere;
+            or of none, token -1.
         output: [num_tokens, num_heads * head_dim], dense.
     """
     num_heads, head_dim = query.shape[1:]
@@ -587,8 +602,8 @@ def attend_in_clusters(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WARPS=config.num_warps,
+        ONE_TILE=config.is_one_tile,
         CLUSTER=_CLUSTER,
-        WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
