@@ -44,6 +44,7 @@ from octavo.worker.staging import UploadStaging
 DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192), (16, 32768)]
 SMALL_DECODES = [(1, 1024), (8, 1024)]
 PREFILLS = [(8, 512), (1, 2048), (4, 2048), (1, 8192)]
+CHUNKS = [(8, 512, 512), (4, 2048, 2048), (1, 8192, 8192), (1, 2048, 16_384), (1, 512, 8192)]
 Table = dict[str, dict[str, float]]
 
 
@@ -90,6 +91,22 @@ def measure_prefill() -> dict[str, Table]:
             elapsed = seconds(kv_write(work), work.num_layers, 8)
             write_rates[model][case] = round(2 * moved / elapsed / 1e12, 2)
     return results | {"KV write, TB/s read plus written": write_rates}
+
+
+def measure_chunks(kv_scales: KVScales | None) -> Table:
+    """TFLOP/s of causal attention to new tokens and to those before them, with the KV write.
+
+    kv_scales: of an FP8 KV cache, whose blocks may have to be converted.
+    """
+    rates: Table = {}
+    for model in MODELS:
+        rates[model] = {}
+        for num_seqs, new, context in CHUNKS:
+            work = Work(model, num_seqs, context, new, kv_scales=kv_scales)
+            flops = 4 * num_seqs * new * (context - new / 2) * work.heads * HEAD_DIM
+            elapsed = seconds(work.forward, work.num_layers, 8)
+            rates[model][f"{num_seqs}x{new} of {context}"] = round(flops / elapsed / 1e12)
+    return rates
 
 
 def paged_prefill(work: Work, is_for_hopper: bool = True) -> Callable[[int], None]:
@@ -268,6 +285,8 @@ def main() -> None:
             "decode with FP8 KV, TB/s of K and V": fp8_rates,
             "decode with FP8 KV, us": fp8_times,
             **measure_prefill(),
+            "chunks of prompts, TFLOP/s": measure_chunks(None),
+            "chunks of prompts with FP8 KV, TFLOP/s": measure_chunks(KVScales(0.5, 0.25)),
             "block copy, TB/s": measure_copies(),
             "swap of 1,024 tokens, GB/s": measure_swaps(),
             "plan": measure_plan(),

@@ -28,7 +28,12 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.base import MOST_CONTINUED, AttentionBackend, CascadeSegments, Staging
-from octavo.ops.cuda import attention, attention_decode_cluster
+from octavo.ops.cuda import (
+    attention,
+    attention_decode_cluster,
+    attention_dequantized,
+    attention_prefill_hopper,
+)
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
 from octavo.ops.cuda.attention_decode import decode_config
@@ -37,7 +42,9 @@ from octavo.ops.cuda.attention_decode_cluster import (
     ClusterConfig,
     cluster_config,
 )
+from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.attention_prefill import prefill_config
+from octavo.ops.cuda.attention_work_items import Sequences
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 pytest.importorskip("triton")
@@ -146,6 +153,55 @@ def test_clusters(case: Case, features: tuple[str, ...], monkeypatch: pytest.Mon
     case = replace(case, dtype=torch.bfloat16)
     check(replace(case, scores=some_scores(case, *features)), "cpu")
     assert launches
+
+
+HOPPER_FP8_CASES = [
+    Case(((0, 20), (13, 150), (3, 1)), 16, 2, 4, 64, dtype=torch.bfloat16, kv_scales=SCALES),
+    Case(((130, 70), (0, 9)), 8, 1, 2, 128, 300, torch.float16, kv_scales=SCALES),
+    Case(((200, 40), (0, 3), (90, 30)), 32, 3, 1, 256, 70, torch.bfloat16, kv_scales=SCALES),
+]
+
+
+@pytest.mark.skipif(GPU, reason="other tests run the kernels on the GPU")
+@pytest.mark.parametrize("case", HOPPER_FP8_CASES, ids=describe)
+def test_prompts_over_an_fp8_cache_on_hopper_gpus(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are converted first. The kernel is carried out by the emulator."""
+    filled: list[Tensor] = []
+    fill = DequantizedBlocks.fill
+
+    def note(blocks: DequantizedBlocks, cache: Tensor, table: Tensor, spans: Tensor) -> Any:
+        filled.append(spans)
+        return fill(blocks, cache, table, spans)
+
+    kernel = gluon_emulator.Emulated(attention_prefill_hopper.prefill_hopper_kernel)
+    monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper_kernel", kernel)
+    monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
+    monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
+    monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(DequantizedBlocks, "fill", note)
+    check(case, "cpu")
+    assert len(filled) == 2
+
+
+def test_few_tokens_of_long_contexts_are_not_converted() -> None:
+    blocks = DequantizedBlocks([4096], torch.bfloat16, torch.device("cpu"), room=100 << 13)
+
+    def plan(*sequences: tuple[int, int], window: int | None = None) -> bool:
+        lens, contexts = (np.array(each, np.int32) for each in zip(*sequences, strict=True))
+        seqs = Sequences(lens.cumsum() - lens, np.arange(len(lens)), contexts, lens)
+        return blocks.plan(seqs, 4096, 16, 4, window) is not None
+
+    assert plan((128, 1600)), "512 rows"
+    assert not plan((127, 1600))
+    assert not plan((800, 1601)), "more blocks than there is room for"
+    assert plan((800, 800), (800, 800)), "all of the room"
+    assert not plan((800, 800), (800, 801))
+    assert plan((200, 1500), (1, 20))
+    assert not plan((200, 200), (1, 1000))
+    assert plan((800, 9000), window=700), "a window's blocks find room"
+    assert not plan((800, 9000), window=900)
 
 
 def interpreted(case: Case) -> ParameterSet:

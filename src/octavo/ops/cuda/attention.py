@@ -45,6 +45,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_config,
 )
 from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
+from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.attention_prefill import (
     HopperPrefillConfig,
     PrefillConfig,
@@ -87,6 +88,11 @@ class _Shape:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def block_elements(self) -> int:
+        """Of keys and values of one layer."""
+        return self.num_kv_heads * 2 * self.block_size * self.head_dim
+
     def keys_of(self, causal: Sequences, encoded: Sequences | None) -> Sequences:
         """Sequences with the keys that these layers read."""
         if not self.reads_encoder:
@@ -111,6 +117,15 @@ class _CascadeLaunch:
     items: Tensor
     members: Tensor
     config: CascadeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillLaunch:
+    """The work items of a step's prompts, on the device."""
+
+    items: Tensor
+    config: PrefillConfig | HopperPrefillConfig
+    spans: Tensor | None  # of blocks that are converted before: see DequantizedBlocks.fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +185,11 @@ class TritonBackend:
         self._tables: list[Tensor] = []
         self._cascades: dict[_Shape, _CascadeLaunch] = {}
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig | ClusterConfig]] = {}
-        self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig | HopperPrefillConfig]] = {}
+        self._prefills: dict[_Shape, _PrefillLaunch] = {}
+        self._dequantized: DequantizedBlocks | None = None
+        if self._is_fp8 and self._hopper_shapes:
+            elements = [shape.block_elements for shape in self._hopper_shapes]
+            self._dequantized = DequantizedBlocks(elements, dtype, kv_cache.device)
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -315,8 +334,18 @@ class TritonBackend:
     ) -> None:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
-            seqs = shape.keys_of(causal, encoded)
-            config = self._prefill_config(shape, seqs.contexts, batch.padded is not None)
+            seqs, spans = shape.keys_of(causal, encoded), None
+            # Captured steps, which are small, have one configuration for all contexts.
+            is_for_hopper = shape in self._hopper_shapes and batch.padded is None
+            if is_for_hopper and self._dequantized is not None:
+                sizes = shape.block_elements, shape.block_size, shape.group
+                found = self._dequantized.plan(seqs, *sizes, shape.window)
+                is_for_hopper = found is not None
+                if found is not None:
+                    seqs, capacity = found.seqs, self._dequantized.capacity(staging.max_num_seqs)
+                    name, values = f"attention.spans.{index}", found.spans.reshape(-1)
+                    spans = staging.put(name, values, capacity, part="tokens")
+            config = self._prefill_config(shape, seqs.contexts, is_for_hopper)
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(
@@ -335,25 +364,24 @@ class TritonBackend:
             # A work item has at least one token.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
-            self._prefills[shape] = staged, config
+            self._prefills[shape] = _PrefillLaunch(staged, config, spans)
 
     def _prefill_config(
-        self, shape: _Shape, contexts: Int32s, is_captured: bool
+        self, shape: _Shape, contexts: Int32s, is_for_hopper: bool
     ) -> PrefillConfig | HopperPrefillConfig:
-        """Captured steps, which are small, have one configuration for all contexts."""
-        if shape in self._hopper_shapes and not is_captured:
+        if is_for_hopper:
             return HopperPrefillConfig.of(contexts.tolist(), shape.window, shape.head_dim)
         return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
         """Whether attention_prefill_hopper.py computes the prompts of layers of this shape."""
-        if not _is_on_hopper(device) or self._is_fp8:
+        if not _is_on_hopper(device):
             return False
         layers = [layer for layer in self._layers.values() if layer.shape == shape]
         are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)
         takes = attention_prefill_hopper.takes
         return (
-            are_rows
+            (are_rows or self._is_fp8)
             and not self._need_distances(shape)
             and takes(self._dtype, shape.head_dim, shape.group, shape.block_size, shape.window)
         )
@@ -428,19 +456,27 @@ class TritonBackend:
             assert self._tokens is not None, "staged with the prefills"
             assert rounded is None, "`rounds` says so of decodes alone"
             query = write_kv(query, key, value, self._tokens, table, cache, changes, spec.kv_scales)
-            prefills, prefill = self._prefills[shape]
-            prefill_attention(
-                query,
-                cache,
-                table,
-                prefills,
-                output,
-                layer.scores,
-                spec.window,
-                prefill,
-                kv_scales=spec.kv_scales,
-            )
+            self._attend_prompts(layer, query, table, output)
         return output
+
+    def _attend_prompts(self, layer: _Layer, query: Tensor, table: Tensor, output: Tensor) -> None:
+        """Of the planned step, whose keys and values are written; into the prompts' rows."""
+        prefill, cache, spec = self._prefills[layer.shape], layer.cache, layer.spec
+        if prefill.spans is not None:
+            assert self._dequantized is not None, "it has planned the spans"
+            cache, table = self._dequantized.fill(cache, table, prefill.spans)
+        prefill_attention(
+            query,
+            cache,
+            table,
+            prefill.items,
+            output,
+            layer.scores,
+            spec.window,
+            prefill.config,
+            is_causal=not layer.shape.reads_encoder,
+            kv_scales=spec.kv_scales,
+        )
 
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:
         """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that
@@ -506,19 +542,7 @@ class TritonBackend:
                 layer.spec.kv_scales,
             )
         if shape in self._prefills:
-            items, config = self._prefills[shape]
-            prefill_attention(
-                query,
-                cache,
-                table,
-                items,
-                output,
-                layer.scores,
-                None,
-                config,
-                is_causal=False,
-                kv_scales=layer.spec.kv_scales,
-            )
+            self._attend_prompts(layer, query, table, output)
         return output
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:

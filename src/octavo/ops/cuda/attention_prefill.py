@@ -307,11 +307,11 @@ def prefill_attention(
             block_size)`, and tokens * group <= config.rows.
         output: [num_tokens, num_heads * head_dim], dense.
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
-        kv_scales: if the cache is e4m3.
+        kv_scales: if the cache is e4m3, or, with HopperPrefillConfig, what was e4m3 and is not
+            multiplied by them yet.
     """
     if isinstance(config, HopperPrefillConfig):
         assert not scores.need_distances
-        assert kv_scales is None
         attention_prefill_hopper.attend_on_hopper(
             query,
             layer_cache,
@@ -324,6 +324,7 @@ def prefill_attention(
             window,
             config.tile,
             is_causal,
+            1.0 if kv_scales is None else kv_scales.value,
         )
         return
     num_heads, head_dim = query.shape[1:]

@@ -141,12 +141,14 @@ def attend_on_hopper(
     window: int | None,
     tile: int,
     is_causal: bool,
+    value_scale: float = 1.0,
 ) -> None:
     """See prefill_attention, of what `takes` says.
 
     Args:
         scale, cap, sinks: of KernelScores.
         tile: keys at once, 64 or 128.
+        value_scale: what results are multiplied by.
     """
     num_heads, head_dim = query.shape[1:]
     num_blocks, num_kv_heads, _, block_size, _ = layer_cache.shape
@@ -176,6 +178,7 @@ def attend_on_hopper(
         block_rows,
         scale if cap is None else cap,
         None if cap is None else scale,
+        value_scale,
         num_items,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -616,7 +619,8 @@ def _attend(
     CAUSAL: gl.constexpr,
 ):
     """A partition that computes; `shared` is what both have."""
-    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, inner = shared
+    output, sinks, query_tiles, fields, tiles, query_barriers, barriers, numbers = shared
+    scale, inner, value_scale = numbers
     key_tiles, value_tiles = tiles
     keys_ready, keys_free, values_ready, values_free, _last_ready = barriers
     queries_ready, queries_free = query_barriers
@@ -703,7 +707,7 @@ def _attend(
         _barrier()
         mbarrier.arrive(values_free.index(last_stage), count=1)
         total = gl.where(total == 0.0, 1.0, total)  # of rows behind the last token
-        acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
+        acc = acc * gl.convert_layout(value_scale / total, gl.SliceLayout(1, SUMS))[:, None]
         result = gl.convert_layout(acc.to(DTYPE), STORE)
         row = way * _OWN_ROWS + gl.arange(0, _OWN_ROWS, layout=gl.SliceLayout(1, STORE))
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STORE))
@@ -737,6 +741,7 @@ def prefill_hopper_kernel(
     block_rows,
     scale,
     inner,
+    value_scale,
     num_items,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -760,6 +765,7 @@ def prefill_hopper_kernel(
         progress: see _progress.
         scale, inner: of scores to powers of 2, and of products to the argument of tanh; None: there
             is no cap.
+        value_scale: what results are multiplied by.
         STAGES: tiles of keys, and of values, that are loaded ahead.
         BUFFERS: units whose queries are.
         HEADS: KV heads whose items are computed at the same time.
@@ -805,7 +811,8 @@ def prefill_hopper_kernel(
     tiles = (key_tiles, value_tiles)
     query_barriers = (queries_ready, queries_free)
     barriers = (keys_ready, keys_free, values_ready, values_free, last_ready)
-    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, scale, inner)
+    numbers = (scale, inner, value_scale)
+    shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, numbers)
     gl.warp_specialize(
         [
             (_attend, (shared, 0, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
