@@ -137,6 +137,7 @@ def prompts_on_hopper() -> None:
     """attention_prefill_hopper.py's kernel with heads and tiles of all sizes, with sinks and a
     window, of a block and of a part of it, with a cap, and of an encoder's keys."""
     from octavo.ops.cuda import attention_prefill_hopper
+    from octavo.ops.cuda.paged import PREFILL_FIELDS
 
     attention_prefill_hopper.num_sms = lambda device: 132
     attend = attention_prefill_hopper.attend_on_hopper
@@ -147,7 +148,7 @@ def prompts_on_hopper() -> None:
     ):
         query = torch.zeros(4, 2 * group, dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 2, 2, block_size, dim, dtype=torch.bfloat16)
-        numbers = torch.zeros(1, 8, dtype=torch.int32)
+        numbers = torch.zeros(1, PREFILL_FIELDS, dtype=torch.int32)
         sinks = None if window is None else torch.zeros(2 * group)
         output = query.flatten(1)
         attend(query, cache, numbers, numbers[0], output, 0.1, cap, sinks, window, tile, is_causal)

@@ -23,7 +23,6 @@ from octavo.ops.cuda.attention_decode import (
 )
 from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, attend_in_clusters
 from octavo.ops.cuda.attention_scores import KernelScores
-from octavo.ops.cuda.attention_work_items import ITEM_FIELDS as FIELDS
 from octavo.ops.cuda.attention_work_items import Sequences, decode_items
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import tile_alignment
@@ -269,12 +268,6 @@ def test_a_sequence_is_combined_in_two_rounds_where_each_program_has_an_sm() -> 
     assert splits(1, 4, 2, 256) == 32  # Gemma 3 4B, the same
     assert decode_config(torch.bfloat16, 128, 8, 4).collecting(8, 128).splits == 16
     assert decode_config(torch.bfloat16, 64, 8, 8).collecting(8, 64).splits == 32  # in one round
-
-
-def test_items_have_the_fields_that_the_kernels_read() -> None:
-    from octavo.ops.cuda import attention_decode, attention_prefill
-
-    assert attention_decode.ITEM_FIELDS == attention_prefill.ITEM_FIELDS == FIELDS
 
 
 def test_configurations_for_little_shared_memory_take_less() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,16 @@ from paged_cases import BOUND, attend, distance, make_paged
 from torch import Tensor
 
 from octavo.ops import ScoreFunction
-from octavo.ops.cuda import attention_prefill, attention_prefill_hopper
+from octavo.ops.cuda import attention_prefill, attention_prefill_hopper, attention_work_items
 from octavo.ops.cuda.attention_prefill import (
     HopperPrefillConfig,
     PrefillConfig,
+    PrefillSplits,
     prefill_attention,
     prefill_config,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
-from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
+from octavo.ops.cuda.attention_work_items import Sequences, prefill_items, prefill_places
 from octavo.ops.cuda.paged import tile_alignment
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY
 
@@ -80,11 +83,13 @@ def run(
     gap: int = 0,
     size: float = 1.0,
     cap: float | None = None,
+    at_once: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sequence's results and what is expected of them, without sinks.
 
     sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
-    tokens of the fused projection. size: of scores, whose variance is its square.
+    tokens of the fused projection. size: of scores, whose variance is its square. at_once: see
+    `prefill_items`.
     """
     block_size, kv_heads, group, dim, window = case
     cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
@@ -96,16 +101,31 @@ def run(
     fused = fused.to(dtype).to(device)
     query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
     tile, alignment = config.tile, tile_alignment(config.tile, block_size)
-    items = prefill_items(seqs, window, tile, alignment, config.rows // group, is_causal)
+    items = prefill_items(seqs, window, tile, alignment, config.rows // group, is_causal, at_once)
+    splits = None
+    if at_once is not None:
+        num_places = kv_heads * prefill_places(at_once)
+        assert (items[:, 9] > 1).any(), "an item is split"
+        assert (items[:, 8:] < [num_places] * 3).all()
+        splits = PrefillSplits.of(num_places, config.rows, dim, device)
     items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
     output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
     weights = None if sinks is None else SimpleNamespace(weight=sinks)
     scores = KernelScores.of(ScoreFunction(dim**-0.5, softcap=cap, sinks=weights), device)
     staged = torch.from_numpy(items.reshape(-1)).to(device)
     # A second launch finds its counters as the first one did.
-    for _ in range(2 if isinstance(config, HopperPrefillConfig) else 1):
+    for _ in range(2 if isinstance(config, HopperPrefillConfig) or at_once else 1):
         prefill_attention(
-            query, paged.layer_cache, paged.table, staged, output, scores, window, config, is_causal
+            query,
+            paged.layer_cache,
+            paged.table,
+            staged,
+            output,
+            scores,
+            window,
+            config,
+            is_causal,
+            splits=splits,
         )
     results = []
     for seq, (start, count) in enumerate(zip(starts, lens, strict=True)):
@@ -137,6 +157,38 @@ def test_prefills(
                 config = prefill_config(dtype, case[3], case[2])
             for got, expected in run(case, config, dtype, device, SEQUENCES[device.type]):
                 assert distance(got, expected) < BOUND[dtype]
+
+
+def test_few_tokens_of_long_contexts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are split, in the middle of a window and of what all rows see, too."""
+    monkeypatch.setattr(attention_work_items, "MIN_PREFILL_SPLIT", 16)
+    monkeypatch.setattr(attention_prefill, "_MAX_ITEMS", 5)
+    sequences = {"cpu": [(150, 9), (3, 7), (300, 2)], "cuda": [(9000, 70), (30, 7), (0, 500)]}
+    for case in CASES[device.type]:
+        for dtype in DTYPES[device.type]:
+            config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
+            if device.type == "cuda":
+                config = prefill_config(dtype, case[3], case[2])
+            of_device = partial(run, case, config, dtype, device, sequences[device.type])
+            for options in ({}, {"is_causal": False, "size": 3.0}, {"num_padded": 3, "cap": 1.5}):
+                if case[4] is not None and not options.get("is_causal", True):
+                    continue
+                for got, expected in of_device(at_once=9, **options):
+                    assert distance(got, expected) < BOUND[dtype]
+
+
+def test_a_sink_counts_once_in_split_items(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has as much weight as 200 keys, all of which have the same."""
+    monkeypatch.setattr(attention_work_items, "MIN_PREFILL_SPLIT", 16)
+    dtype = DTYPES[device.type][0]
+    config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
+    case, sequences = (8, 1, 2, 16, None), [(195, 5)]
+    sinks = torch.full((2,), math.log(200), device=device)
+    [(got, without)] = run(case, config, dtype, device, sequences, sinks, size=0.0, at_once=7)
+    num_keys = torch.arange(196, 201, device=device)[:, None]
+    assert distance(got, without * num_keys / (num_keys + 200)) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, MUCH_SHARED_MEMORY])

@@ -12,6 +12,7 @@ from octavo.ops.cuda.attention_work_items import (
     item_capacity,
     num_places,
     prefill_items,
+    prefill_places,
 )
 
 RNG = np.random.default_rng(7)
@@ -97,7 +98,8 @@ def test_prefills_cover_each_token_once(window: int | None) -> None:
         mine = mine[mine[:, 0].argsort()]
         covered = np.concatenate([np.arange(m[0], m[0] + m[6]) for m in mine])
         assert covered.tolist() == list(range(token, token + lens[i]))
-        for first, _, begin, seen_by_all, end, position, count, written in mine:
+        assert (mine[:, 8:] == [0, 1, 0]).all(), "no item is split"
+        for first, _, begin, seen_by_all, end, position, count, written in mine[:, :8]:
             assert position == cached[i] + first - token
             assert end == position + count
             assert written == lens[i] + cached[i]
@@ -107,3 +109,43 @@ def test_prefills_cover_each_token_once(window: int | None) -> None:
             assert begin == first_seen // 16 * 16
     costs = items[:, 4] - items[:, 2]
     assert (np.diff(costs) <= 0).all(), "the costly come first"
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_items_with_many_keys_are_split(is_causal: bool) -> None:
+    """Into disjoint parts of whole tiles, which are within their bounds, and evenly."""
+    rng = np.random.default_rng(0)
+    num_split = 0
+    for _ in range(300):
+        lens = rng.integers(1, 200, rng.integers(1, 6))
+        cached = rng.choice([0, 30, 700, 5000, 100_000], len(lens))
+        seqs, window = sequences(lens + cached, lens), None
+        if is_causal:
+            window = rng.choice([None, 50, 3000])
+        at_once = int(rng.integers(1, 40))
+        arguments = seqs, window, 64, 16, 32, is_causal
+        whole, items = prefill_items(*arguments), prefill_items(*arguments, at_once)
+        assert len(items) <= len(whole) + at_once
+        places: list[int] = []
+        even = (whole[:, 4] - whole[:, 2]).sum() / at_once
+        assert (items[:, 4] - items[:, 2]).max() <= max(1.5 * (even + 64), 1.5 * 512)
+        for item in whole:
+            parts = items[items[:, 0] == item[0]]
+            parts = parts[parts[:, 8].argsort()]
+            assert (parts[:, [0, 1, 5, 6, 7]] == item[[0, 1, 5, 6, 7]]).all()
+            assert parts[:, 8].tolist() == list(range(len(parts)))
+            assert (parts[:, 9] == len(parts)).all()
+            assert parts[0, 2] == item[2]
+            assert parts[-1, 4] == item[4]
+            assert (parts[1:, 2] == parts[:-1, 4]).all()
+            assert ((parts[1:, 2] - item[2]) % 64 == 0).all()
+            assert (parts[:, 4] > parts[:, 2]).all()
+            if len(parts) == 1:
+                assert parts[0, 3] == item[3]
+            else:
+                num_split += 1
+                assert (parts[:, 3] == item[3].clip(parts[:, 2], parts[:, 4])).all()
+                places += range(parts[0, 10], parts[0, 10] + len(parts))
+        assert len(set(places)) == len(places)
+        assert max(places, default=0) < prefill_places(at_once)
+    assert num_split > 100

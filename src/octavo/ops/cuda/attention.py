@@ -47,10 +47,13 @@ from octavo.ops.cuda.attention_decode import (
 from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.attention_prefill import (
+    SPLIT_PROGRAMS,
     HopperPrefillConfig,
     PrefillConfig,
+    PrefillSplits,
     prefill_attention,
     prefill_config,
+    splits_are_faster,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import (
@@ -64,10 +67,11 @@ from octavo.ops.cuda.attention_work_items import (
     item_capacity,
     num_places,
     prefill_items,
+    prefill_places,
 )
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.ops.cuda.linear import _is_on_hopper
-from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
+from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
 from octavo.ops.cuda.tile_sizes import shared_memory
 from octavo.ops.quantized import RoundedInputs, Rounding
@@ -186,6 +190,7 @@ class TritonBackend:
         self._cascades: dict[_Shape, _CascadeLaunch] = {}
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig | ClusterConfig]] = {}
         self._prefills: dict[_Shape, _PrefillLaunch] = {}
+        self._splits = self._make_prefill_splits(kv_cache.device)
         self._dequantized: DequantizedBlocks | None = None
         if self._is_fp8 and self._hopper_shapes:
             elements = [shape.block_elements for shape in self._hopper_shapes]
@@ -337,6 +342,11 @@ class TritonBackend:
             seqs, spans = shape.keys_of(causal, encoded), None
             # Captured steps, which are small, have one configuration for all contexts.
             is_for_hopper = shape in self._hopper_shapes and batch.padded is None
+            at_once = max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
+            if is_for_hopper and splits_are_faster(
+                seqs, shape.window, shape.group, at_once, self._is_fp8
+            ):
+                is_for_hopper = False
             if is_for_hopper and self._dequantized is not None:
                 sizes = shape.block_elements, shape.block_size, shape.group
                 found = self._dequantized.plan(seqs, *sizes, shape.window)
@@ -355,16 +365,26 @@ class TritonBackend:
                 alignment,
                 tokens_per_item,
                 is_causal=not shape.reads_encoder,
+                at_once=None if is_for_hopper else at_once,
             )
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
-                capacity = min(num_tokens // tokens_per_item + num_padded, num_tokens)
-                empty = np.zeros((capacity - len(items), ITEM_FIELDS), np.int32)
+                capacity = min(num_tokens // tokens_per_item + num_padded, num_tokens) + at_once
+                empty = np.zeros((capacity - len(items), PREFILL_FIELDS), np.int32)
                 items = np.concatenate([items, empty])  # they name no keys and no tokens
-            # A work item has at least one token.
-            name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
+            # A work item has at least one token, or is one of those that are split.
+            capacity = (staging.max_num_tokens + at_once) * PREFILL_FIELDS
+            name = f"attention.prefill.{index}"
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = _PrefillLaunch(staged, config, spans)
+
+    def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
+        programs, rows = 0, 0
+        for shape in self._shapes:
+            heads = shape.num_kv_heads
+            programs = max(programs, prefill_places(max(1, SPLIT_PROGRAMS // heads)) * heads)
+            rows = max(rows, self._prefill_config(shape, np.zeros(0, np.int32), False).rows)
+        return PrefillSplits.of(programs, rows, max(s.head_dim for s in self._shapes), device)
 
     def _prefill_config(
         self, shape: _Shape, contexts: Int32s, is_for_hopper: bool
@@ -476,6 +496,7 @@ class TritonBackend:
             prefill.config,
             is_causal=not layer.shape.reads_encoder,
             kv_scales=spec.kv_scales,
+            splits=self._splits,
         )
 
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:

@@ -4,7 +4,9 @@ On Hopper GPUs attention_prefill_hopper.py computes most of it. The kernel here 
 left, and on other GPUs everything.
 
 A work item is some new tokens of one sequence; one program per KV head computes it for all query
-heads of that KV head: row r of its tile is head r % group of token r // group.
+heads of that KV head: row r of its tile is head r % group of token r // group. Few tokens of a long
+context make few items, so those with many keys are split: each program leaves partial results, and
+the last one of an item adds them up.
 Reference: `ReferenceBackend`.
 
 Measured on one H200 (bf16, heads of 128, blocks of 16, 8 x 512 to 1 x 8,192 tokens; TFLOP/s), as
@@ -23,8 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -37,10 +40,11 @@ from octavo.ops.cuda.attention_scores import (
     has_fast_tanh,
     log2_scores,
 )
+from octavo.ops.cuda.attention_work_items import Sequences
 from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
-    ITEM_FIELDS,
     LOWEST,
+    PREFILL_FIELDS,
     in_float16,
     key_offsets,
     precision_of,
@@ -53,6 +57,10 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
+SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
+# What splits take in the time in which attention_prefill_hopper.py attends to one key: for a key of
+# 16 bits or of e4m3, and for adding up partial results, in keys.
+_SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.6, 2.6, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,20 @@ class HopperPrefillConfig:
         return cls(128 if is_long else 64)
 
 
+def splits_are_faster(
+    seqs: Sequences, window: int | None, group: int, at_once: int, is_fp8: bool
+) -> bool:
+    """Whether few tokens see so many keys that items for other kernels than that of Hopper GPUs,
+    which are split, are computed sooner. See `prefill_items`; is_fp8: whether the cache is e4m3."""
+    counts = -(-seqs.lens * group // HopperPrefillConfig.rows)
+    visible = seqs.contexts
+    if window is not None:
+        visible = np.minimum(visible, window + seqs.lens)
+    even = int((counts * visible.astype(np.int64)).sum()) / at_once
+    of_key = _SPLIT_KEY_FLOAT8 if is_fp8 else _SPLIT_KEY
+    return of_key * even + _ADDED_UP < max(even, int(visible.max(initial=0)))
+
+
 @cache
 def prefill_config(
     dtype: torch.dtype, head_dim: int, group: int, shared_memory: int = MUCH_SHARED_MEMORY
@@ -102,6 +124,25 @@ def prefill_config(
     if group == 1 or group > 64:
         return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3)
     return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSplits:
+    """Places of split items' partial results, for one stream. A program's rows have one each."""
+
+    sums: Tensor  # float32, flat: of values times weights
+    sizes: Tensor  # float32, flat: of each row, log2 of the largest weight, and the sum of weights
+    arrivals: Tensor  # int32, flat: programs of an item that have ended; 0 between launches
+
+    @classmethod
+    def of(cls, num_programs: int, num_rows: int, head_dim: int, device: torch.device) -> Self:
+        """For so many programs with so many rows each, at most."""
+        rows = num_programs * num_rows
+        return cls(
+            torch.empty(rows * max(16, power_of_2(head_dim)), dtype=torch.float32, device=device),
+            torch.empty(2 * rows, dtype=torch.float32, device=device),
+            torch.zeros(num_programs, dtype=torch.int32, device=device),
+        )
 
 
 @triton.jit
@@ -177,6 +218,33 @@ def attend(
     return new_top, total, acc
 
 
+@triton.jit
+def _add_up(sums, sizes, slot, num_splits, inside, stride, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """(sums, sums of weights) of all splits of an item.
+
+    slot: where the first split's partial results are, in programs; stride: to the next one's.
+    """
+    row = tl.arange(0, ROWS)
+    places = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    for i in tl.range(0, num_splits):
+        first = (slot + i * stride) * ROWS
+        # Past the L1 cache, which may have what earlier items left there.
+        its_top = tl.load(sizes + first * 2 + row, cache_modifier=".cg")
+        its_total = tl.load(sizes + first * 2 + ROWS + row, cache_modifier=".cg")
+        its_sums = tl.load(
+            sums + first * DIM + places, mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        new_top = tl.maximum(top, its_top)
+        old_weight, weight = tl.exp2(top - new_top), tl.exp2(its_top - new_top)
+        acc = acc * old_weight[:, None] + its_sums * weight[:, None]
+        total = total * old_weight + its_total * weight
+        top = new_top
+    return acc, total
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     query,
@@ -184,6 +252,9 @@ def _prefill_kernel(
     table,
     items,
     output,
+    sums,  # these three: PrefillSplits
+    sizes,
+    arrivals,
     query_stride,
     table_stride,
     block_stride,
@@ -220,6 +291,10 @@ def _prefill_kernel(
     end = tl.load(item + 4)
     first_position = tl.load(item + 5)
     count = tl.load(item + 6)
+    num_splits, split = 1, 0
+    if arrivals is not None:
+        split = tl.load(item + 8)
+        num_splits = tl.load(item + 9)
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
@@ -251,8 +326,9 @@ def _prefill_kernel(
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        top = tl.maximum(tl.load(sinks + head * GROUP + row % GROUP), LOWEST)
-        total = total + 1.0
+        sink = tl.maximum(tl.load(sinks + head * GROUP + row % GROUP), LOWEST)
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     if WINDOW == 0:
@@ -276,11 +352,28 @@ def _prefill_kernel(
         )  # fmt: skip
         blocks = next_blocks
 
-    ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
-    out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
-    output += token.to(tl.int64) * ROW_SIZE
-    tl.store(output + (place * ROW_SIZE + member)[:, None] + dim[None, :], out, mask=inside)
+    is_last = num_splits <= 1
+    if arrivals is not None and num_splits > 1:
+        first_slot = tl.load(item + 10) * NUM_KV_HEADS + head
+        own = (first_slot + split * NUM_KV_HEADS).to(tl.int64) * ROWS
+        tl.store(sums + own * DIM_PAD + row[:, None] * DIM_PAD + dim[None, :], acc, inside)
+        tl.store(sizes + own * 2 + row, top)
+        tl.store(sizes + own * 2 + ROWS + row, total)
+        tl.debug_barrier()
+        seen = tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel", scope="gpu")
+        is_last = seen == num_splits - 1
+        if is_last:
+            tl.store(arrivals + first_slot, 0)
+            acc, total = _add_up(
+                sums, sizes, first_slot.to(tl.int64), num_splits, inside, NUM_KV_HEADS, ROWS,
+                DIM_PAD,
+            )  # fmt: skip
+    if is_last:
+        ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+        total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
+        out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
+        output += token.to(tl.int64) * ROW_SIZE
+        tl.store(output + (place * ROW_SIZE + member)[:, None] + dim[None, :], out, mask=inside)
 
 
 def prefill_attention(
@@ -294,6 +387,7 @@ def prefill_attention(
     config: PrefillConfig | HopperPrefillConfig,
     is_causal: bool = True,
     kv_scales: KVScales | None = None,
+    splits: PrefillSplits | None = None,
 ) -> None:
     """Attend for the tokens that `items` names, and write their rows of `output`.
 
@@ -301,14 +395,16 @@ def prefill_attention(
         query: [num_tokens, num_heads, head_dim], tokens strided.
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
         table: int32 [num_rows, max_blocks].
-        items: int32 [num_items * ITEM_FIELDS], each (first token, table row, first key, end of the
-            tiles whose keys all rows see, end of keys, first token's position, tokens, end of the
-            sequence's keys). The first key is a multiple of `tile_alignment(config.tile,
-            block_size)`, and tokens * group <= config.rows.
+        items: int32 [num_items * PREFILL_FIELDS], each (first token, table row, first key, end of
+            the tiles whose keys all rows see, end of keys, first token's position, tokens, end of
+            the sequence's keys, which split of the keys, number of splits, place of the first one).
+            The first key is a multiple of `tile_alignment(config.tile, block_size)`, and tokens *
+            group <= config.rows.
         output: [num_tokens, num_heads * head_dim], dense.
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
         kv_scales: if the cache is e4m3, or, with HopperPrefillConfig, what was e4m3 and is not
             multiplied by them yet.
+        splits: if items may be split; with HopperPrefillConfig they are whole.
     """
     if isinstance(config, HopperPrefillConfig):
         assert not scores.need_distances
@@ -329,13 +425,15 @@ def prefill_attention(
         return
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
-    for part in torch.split(items, _MAX_ITEMS * ITEM_FIELDS):
-        _prefill_kernel[(num_kv_heads, len(part) // ITEM_FIELDS)](
+    places = (None,) * 3 if splits is None else (splits.sums, splits.sizes, splits.arrivals)
+    for part in torch.split(items, _MAX_ITEMS * PREFILL_FIELDS):
+        _prefill_kernel[(num_kv_heads, len(part) // PREFILL_FIELDS)](
             query,
             layer_cache,
             table,
             part,
             output,
+            *places,
             query.stride(0),
             table.stride(0),
             layer_cache.stride(0),
@@ -357,7 +455,7 @@ def prefill_attention(
             FAST_TANH=has_fast_tanh(query.dtype, query.device),
             MAX_DISTANCE=scores.max_distance,
             PRECISION=precision_of(query.dtype),
-            FIELDS=ITEM_FIELDS,
+            FIELDS=PREFILL_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **launch_options(query.device),

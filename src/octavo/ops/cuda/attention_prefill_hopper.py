@@ -39,7 +39,7 @@ from octavo.ops.cuda.claims import claimed, make_claims, next_number, tell
 from octavo.ops.cuda.experts_hopper import _copy
 from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import reinterpreted
-from octavo.ops.cuda.paged import ITEM_FIELDS, LOWEST
+from octavo.ops.cuda.paged import LOWEST, PREFILL_FIELDS
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.tile_sizes import num_sms
 
@@ -47,7 +47,7 @@ ROWS = 128  # of an item
 _OWN_ROWS = tl.constexpr(ROWS // 2)  # of each warpgroup that computes
 _COLUMNS = tl.constexpr(64)  # elements of a box: 128 bytes, over which shared memory is swizzled
 _SWIZZLE = 128  # bytes
-_FIELDS = tl.constexpr(ITEM_FIELDS)
+_FIELDS = tl.constexpr(PREFILL_FIELDS)
 _LOWEST = tl.constexpr(LOWEST.value)
 _LEAST_BOX = 8  # keys: rows of shared memory that are swizzled together
 _FEW = tl.constexpr(16)  # rows of queries or values that a single warp has at once
@@ -159,7 +159,7 @@ def attend_on_hopper(
     assert num_rows < 1 << 31, "rows are numbered by int32"
     rows = layer_cache.as_strided((num_rows, head_dim), (head_dim, 1))
     box = [min(block_size, tile), _COLUMNS.value]
-    num_items = len(items) // ITEM_FIELDS
+    num_items = len(items) // PREFILL_FIELDS
     if not num_items:
         return
     if query.stride(0) % _ALIGNED or query.data_ptr() % _ALIGNED:  # 16 bytes are copied at once

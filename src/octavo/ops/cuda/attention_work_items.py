@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.ops.base import MAX_CASCADE_LEVELS, CascadeSegments
-from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS
+from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS
 
 Int32s = NDArray[np.int32]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
+MIN_PREFILL_SPLIT = 512  # keys, the same of prompts
 UNSPLIT_TILES = 2  # that take less time one after the other than splits and combining them
 FEW_TILES = 8  # of a split: with more, more rounds of combining take less time than they do
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
@@ -272,8 +273,14 @@ def prefill_items(
     alignment: int,
     tokens_per_item: int,
     is_causal: bool = True,
+    at_once: int | None = None,
 ) -> Int32s:
-    """[num_items, ITEM_FIELDS], as `prefill_attention` reads them. is_causal: see there."""
+    """[num_items, PREFILL_FIELDS], as `prefill_attention` reads them.
+
+    is_causal: see there. at_once: how many items a GPU computes at the same time for each KV head,
+    if it is to split those with many more keys than an even share. There are then at most so many
+    more items, and `prefill_places` partial results.
+    """
     tokens, rows, contexts, lens = seqs
     counts = -(-lens // tokens_per_item)
     seq = np.arange(len(lens)).repeat(counts)
@@ -284,8 +291,7 @@ def prefill_items(
     if window is not None:
         begin = np.maximum(position - window + 1, 0) // alignment * alignment
     end = position + count if is_causal else contexts[seq]
-    order = np.argsort(begin - end, kind="stable")  # items with the most keys first
-    items = np.zeros((len(seq), ITEM_FIELDS), np.int32)
+    items = np.zeros((len(seq), PREFILL_FIELDS), np.int32)
     items[:, 0] = tokens[seq] + offset
     items[:, 1] = rows[seq]
     items[:, 2] = begin
@@ -294,4 +300,34 @@ def prefill_items(
     items[:, 5] = position
     items[:, 6] = count
     items[:, 7] = contexts[seq]
-    return items[order]
+    items[:, 9] = 1
+    if at_once is not None and len(items):
+        items = _split_items(items, tile, at_once)
+    return items[np.argsort(items[:, 2] - items[:, 4], kind="stable")]  # the most keys first
+
+
+def _split_items(items: Int32s, tile: int, at_once: int) -> Int32s:
+    """See `prefill_items`."""
+    sizes = items[:, 4] - items[:, 2]
+    size = max(-(-int(sizes.sum()) // at_once), MIN_PREFILL_SPLIT)
+    size = -(-size // tile) * tile
+    counts = np.where(2 * sizes > 3 * size, -(-sizes // size), 1)
+    which = np.arange(len(items)).repeat(counts)
+    split = np.arange(len(which)) - (counts.cumsum() - counts).take(which)
+    places = np.where(counts > 1, counts, 0)
+    parts = items.take(which, axis=0)
+    is_split = counts.take(which) > 1
+    begin = parts[:, 2] + split * size
+    parts[:, 4] = np.where(is_split, np.minimum(begin + size, parts[:, 4]), parts[:, 4])
+    parts[:, 2] = begin
+    parts[:, 3] = np.where(is_split, parts[:, 3].clip(begin, parts[:, 4]), parts[:, 3])
+    parts[:, 8] = split
+    parts[:, 9] = counts.take(which)
+    parts[:, 10] = (places.cumsum() - places).take(which)
+    return parts
+
+
+def prefill_places(at_once: int) -> int:
+    """Partial results of split items that `prefill_items` may need places for: an item of x > 1.5
+    even shares is cut into less than x + 1."""
+    return 2 * at_once

@@ -13,6 +13,7 @@ import triton.language as tl
 from octavo.ops.base import KVScales
 
 ITEM_FIELDS = 8  # int32s per work item
+PREFILL_FIELDS = 11  # of one of prompts
 # Of what each layer of a step reads again: it stays in the L2 cache while weights pass through.
 REREAD = tl.constexpr("evict_last")
 MEMBER_FIELDS = 3  # int32s per member of a cascade segment
