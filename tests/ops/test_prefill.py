@@ -17,11 +17,13 @@ from torch import Tensor
 from octavo.ops import ScoreFunction
 from octavo.ops.cuda import attention_prefill, attention_prefill_hopper, attention_work_items
 from octavo.ops.cuda.attention_prefill import (
+    SPLIT_PROGRAMS,
     HopperPrefillConfig,
     PrefillConfig,
     PrefillSplits,
     prefill_attention,
     prefill_config,
+    splits_are_faster,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items, prefill_places
@@ -105,7 +107,7 @@ def run(
     splits = None
     if at_once is not None:
         num_places = kv_heads * prefill_places(at_once)
-        assert (items[:, 9] > 1).any(), "an item is split"
+        assert window is not None or (items[:, 9] > 1).any(), "an item is split"
         assert (items[:, 8:] < [num_places] * 3).all()
         splits = PrefillSplits.of(num_places, config.rows, dim, device)
     items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
@@ -289,6 +291,39 @@ def test_a_step_without_prompts_on_hopper(hopper: torch.device) -> None:
         query, cache, none, none.flatten(), output, 1.0, None, None, None, 64, True
     )
     assert (output == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "group", "heads", "dim", "window", "of_16_bits", "of_8_bits"),
+    [
+        (16, 2048, 4, 8, 128, None, True, False),
+        (128, 2048, 4, 8, 128, None, False, False),
+        (64, 8192, 4, 8, 128, None, True, True),
+        (128, 8192, 4, 8, 128, None, True, False),
+        (256, 8192, 4, 8, 128, None, False, False),
+        (16, 8192, 1, 40, 128, None, True, True),
+        (512, 8192, 2, 4, 256, None, True, True),
+        (512, 8192, 2, 4, 256, 1024, False, False),
+        (8192, 8192, 4, 8, 128, None, False, False),
+    ],
+)
+def test_few_tokens_of_long_contexts_are_not_for_hopper(
+    new: int,
+    context: int,
+    group: int,
+    heads: int,
+    dim: int,
+    window: int | None,
+    of_16_bits: bool,
+    of_8_bits: bool,
+) -> None:
+    """As measured on an H200."""
+    config, at_once = prefill_config(torch.bfloat16, dim, group), SPLIT_PROGRAMS // heads
+    lens, contexts = np.array([new], np.int32), np.array([context], np.int32)
+    seqs = Sequences(lens * 0, lens * 0, contexts, lens)
+    arguments = seqs, window, group, config, at_once
+    assert splits_are_faster(*arguments, is_fp8=False) == of_16_bits
+    assert splits_are_faster(*arguments, is_fp8=True) == of_8_bits
 
 
 def test_what_is_for_hopper() -> None:

@@ -180,6 +180,7 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
     monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
     monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
     monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(attention_dequantized, "_LEAST_WORK", 1)
     monkeypatch.setattr(DequantizedBlocks, "fill", note)
     check(case, "cpu")
     assert len(filled) == 2
@@ -193,13 +194,15 @@ def test_few_tokens_of_long_contexts_are_not_converted() -> None:
         seqs = Sequences(lens.cumsum() - lens, np.arange(len(lens)), contexts, lens)
         return blocks.plan(seqs, 4096, 16, 4, window) is not None
 
-    assert plan((128, 1600)), "512 rows"
-    assert not plan((127, 1600))
+    assert plan((64, 1600)), "256 rows"
+    assert not plan((63, 1600))
+    assert plan((128, 256)), "2^17 rows and keys"
+    assert not plan((127, 256))
     assert not plan((800, 1601)), "more blocks than there is room for"
     assert plan((800, 800), (800, 800)), "all of the room"
     assert not plan((800, 800), (800, 801))
-    assert plan((200, 1500), (1, 20))
-    assert not plan((200, 200), (1, 1000))
+    assert plan((100, 1500), (1, 20))
+    assert not plan((100, 100), (1, 1000))
     assert plan((800, 9000), window=700), "a window's blocks find room"
     assert not plan((800, 9000), window=900)
 

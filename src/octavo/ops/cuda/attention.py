@@ -342,11 +342,11 @@ class TritonBackend:
             seqs, spans = shape.keys_of(causal, encoded), None
             # Captured steps, which are small, have one configuration for all contexts.
             is_for_hopper = shape in self._hopper_shapes and batch.padded is None
-            at_once = max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
-            if is_for_hopper and splits_are_faster(
-                seqs, shape.window, shape.group, at_once, self._is_fp8
-            ):
-                is_for_hopper = False
+            own_config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+            if is_for_hopper:
+                is_for_hopper = not splits_are_faster(
+                    seqs, shape.window, shape.group, own_config, at_once, self._is_fp8
+                )
             if is_for_hopper and self._dequantized is not None:
                 sizes = shape.block_elements, shape.block_size, shape.group
                 found = self._dequantized.plan(seqs, *sizes, shape.window)
@@ -355,7 +355,11 @@ class TritonBackend:
                     seqs, capacity = found.seqs, self._dequantized.capacity(staging.max_num_seqs)
                     name, values = f"attention.spans.{index}", found.spans.reshape(-1)
                     spans = staging.put(name, values, capacity, part="tokens")
-            config = self._prefill_config(shape, seqs.contexts, is_for_hopper)
+            config: PrefillConfig | HopperPrefillConfig = own_config
+            if is_for_hopper:
+                config = HopperPrefillConfig.of(
+                    seqs.contexts.tolist(), shape.window, shape.head_dim
+                )
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(
@@ -381,16 +385,12 @@ class TritonBackend:
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0
         for shape in self._shapes:
-            heads = shape.num_kv_heads
-            programs = max(programs, prefill_places(max(1, SPLIT_PROGRAMS // heads)) * heads)
-            rows = max(rows, self._prefill_config(shape, np.zeros(0, np.int32), False).rows)
+            places = prefill_places(_prefills_at_once(shape))
+            programs = max(programs, places * shape.num_kv_heads)
+            rows = max(rows, self._prefill_config(shape).rows)
         return PrefillSplits.of(programs, rows, max(s.head_dim for s in self._shapes), device)
 
-    def _prefill_config(
-        self, shape: _Shape, contexts: Int32s, is_for_hopper: bool
-    ) -> PrefillConfig | HopperPrefillConfig:
-        if is_for_hopper:
-            return HopperPrefillConfig.of(contexts.tolist(), shape.window, shape.head_dim)
+    def _prefill_config(self, shape: _Shape) -> PrefillConfig:
         return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
@@ -579,6 +579,11 @@ def _check(dtype: torch.dtype, *heads: Tensor) -> None:
         assert x.dtype == dtype, f"{x.dtype} for a backend of {dtype}"
         assert x.stride(2) == 1, "heads must be dense"
         assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+
+
+def _prefills_at_once(shape: _Shape) -> int:
+    """See `prefill_items`."""
+    return max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
 
 
 def _alignment(shape: _Shape, config: DecodeConfig | ClusterConfig) -> int:

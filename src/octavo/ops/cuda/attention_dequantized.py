@@ -29,10 +29,9 @@ _ROOM = 256 << 20  # bytes: 65,536 tokens of 8 KV heads of 128
 _SPAN = 4  # blocks of a sequence that a program converts one after the other
 _TILE = 4096  # elements of each
 _FIELDS = 4  # of a span
-# Rows of queries (tokens times heads of a group) that see a key, on average, from which on it is
-# worth converting: an H200 converts a key and a value of 128 elements in the time in which some 230
-# rows attend to them faster.
-_LEAST_ROWS = 512
+# Rows of queries (tokens times heads of a group) that see a key, on average, and those of all keys,
+# from which on converting takes less time.
+_LEAST_ROWS, _LEAST_WORK = 256, 1 << 17
 
 
 class DequantizedPrompts(NamedTuple):
@@ -78,9 +77,9 @@ class DequantizedBlocks:
         if window is not None:
             firsts = np.maximum(seqs.contexts - seqs.lens - window + 1, 0) // block_size
         contexts = seqs.contexts - firsts * block_size
-        rows_of_all = int((contexts.astype(np.int64) * seqs.lens).sum()) * group
+        work = int((contexts.astype(np.int64) * seqs.lens).sum()) * group
         counts = -(-contexts // block_size)
-        if rows_of_all < _LEAST_ROWS * int(contexts.sum()):
+        if work < max(_LEAST_ROWS * int(contexts.sum()), _LEAST_WORK):
             return None
         if int(counts.sum()) > self._room.numel() // block_elements:
             return None

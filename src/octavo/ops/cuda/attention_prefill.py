@@ -40,7 +40,7 @@ from octavo.ops.cuda.attention_scores import (
     has_fast_tanh,
     log2_scores,
 )
-from octavo.ops.cuda.attention_work_items import Sequences
+from octavo.ops.cuda.attention_work_items import MIN_PREFILL_SPLIT, Sequences
 from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
     LOWEST,
@@ -58,9 +58,9 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
 SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
-# What splits take in the time in which attention_prefill_hopper.py attends to one key: for a key of
-# 16 bits or of e4m3, and for adding up partial results, in keys.
-_SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.6, 2.6, 1024
+# What a program takes for a key of 16 bits, for one of e4m3, and for adding up partial results, in
+# the time in which one of attention_prefill_hopper.py takes a key (12.5 ns on an H200).
+_SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.5, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,28 @@ class HopperPrefillConfig:
 
 
 def splits_are_faster(
-    seqs: Sequences, window: int | None, group: int, at_once: int, is_fp8: bool
+    seqs: Sequences,
+    window: int | None,
+    group: int,
+    config: PrefillConfig,
+    at_once: int,
+    is_fp8: bool,
 ) -> bool:
-    """Whether few tokens see so many keys that items for other kernels than that of Hopper GPUs,
-    which are split, are computed sooner. See `prefill_items`; is_fp8: whether the cache is e4m3."""
-    counts = -(-seqs.lens * group // HopperPrefillConfig.rows)
-    visible = seqs.contexts
+    """Whether prompts have so few tokens over so many keys that this module's kernel, which splits
+    them, computes them sooner than that of Hopper GPUs.
+
+    config: of this kernel; at_once: see `prefill_items`; is_fp8: whether the cache is e4m3.
+    """
+    visible = seqs.contexts.astype(np.int64)
     if window is not None:
         visible = np.minimum(visible, window + seqs.lens)
-    even = int((counts * visible.astype(np.int64)).sum()) / at_once
+    own, other = (
+        int((-(-seqs.lens * group // rows) * visible).sum()) / at_once
+        for rows in (config.rows, HopperPrefillConfig.rows)
+    )
     of_key = _SPLIT_KEY_FLOAT8 if is_fp8 else _SPLIT_KEY
-    return of_key * even + _ADDED_UP < max(even, int(visible.max(initial=0)))
+    taken = of_key * max(own, MIN_PREFILL_SPLIT) + _ADDED_UP
+    return taken < max(other, int(visible.max(initial=0)))
 
 
 @cache
@@ -219,30 +230,52 @@ def attend(
 
 
 @triton.jit
-def _add_up(sums, sizes, slot, num_splits, inside, stride, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """(sums, sums of weights) of all splits of an item.
+def _store_sums(
+    output,
+    places,
+    is_row,
+    sums,
+    sizes,
+    first,
+    stride,
+    num_splits,
+    value_scale,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the results of an item, all splits of which have left theirs.
 
-    slot: where the first split's partial results are, in programs; stride: to the next one's.
+    places: of the rows in `output`. first: where the first split's results are, in rows; stride: to
+    the next one's.
     """
+    COLUMNS: tl.constexpr = min(32, DIM_PAD)  # at once, which takes fewer registers
     row = tl.arange(0, ROWS)
-    places = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
     top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
     for i in tl.range(0, num_splits):
-        first = (slot + i * stride) * ROWS
-        # Past the L1 cache, which may have what earlier items left there.
-        its_top = tl.load(sizes + first * 2 + row, cache_modifier=".cg")
-        its_total = tl.load(sizes + first * 2 + ROWS + row, cache_modifier=".cg")
-        its_sums = tl.load(
-            sums + first * DIM + places, mask=inside, other=0.0, cache_modifier=".cg"
-        )
-        new_top = tl.maximum(top, its_top)
-        old_weight, weight = tl.exp2(top - new_top), tl.exp2(its_top - new_top)
-        acc = acc * old_weight[:, None] + its_sums * weight[:, None]
-        total = total * old_weight + its_total * weight
-        top = new_top
-    return acc, total
+        # Here and below, past the L1 cache, which may have what was in these places before.
+        its_top = tl.load(sizes + (first + i * stride) * 2 + row, cache_modifier=".cg")
+        top = tl.maximum(top, its_top)
+    for begin in tl.static_range(0, DIM_PAD, COLUMNS):
+        dim = begin + tl.arange(0, COLUMNS)
+        inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for i in tl.range(0, num_splits):
+            own = first + i * stride
+            weight = tl.load(sizes + own * 2 + row, cache_modifier=".cg")
+            weight = tl.exp2(weight - top)
+            total += weight * tl.load(sizes + own * 2 + ROWS + row, cache_modifier=".cg")
+            its_sums = sums + own * DIM_PAD + row[:, None] * DIM_PAD + dim[None, :]
+            acc += weight[:, None] * tl.load(its_sums, inside, other=0.0, cache_modifier=".cg")
+        out = unscaled(_mean(acc, total), value_scale).to(output.dtype.element_ty)
+        tl.store(output + places[:, None] + dim[None, :], out, mask=inside)
+
+
+@triton.jit
+def _mean(acc, total):
+    """Of values; total 0: a row past the last token."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -352,7 +385,8 @@ def _prefill_kernel(
         )  # fmt: skip
         blocks = next_blocks
 
-    is_last = num_splits <= 1
+    ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    output += token.to(tl.int64) * ROW_SIZE
     if arrivals is not None and num_splits > 1:
         first_slot = tl.load(item + 10) * NUM_KV_HEADS + head
         own = (first_slot + split * NUM_KV_HEADS).to(tl.int64) * ROWS
@@ -361,18 +395,15 @@ def _prefill_kernel(
         tl.store(sizes + own * 2 + ROWS + row, total)
         tl.debug_barrier()
         seen = tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel", scope="gpu")
-        is_last = seen == num_splits - 1
-        if is_last:
+        if seen == num_splits - 1:
             tl.store(arrivals + first_slot, 0)
-            acc, total = _add_up(
-                sums, sizes, first_slot.to(tl.int64), num_splits, inside, NUM_KV_HEADS, ROWS,
-                DIM_PAD,
+            _store_sums(
+                output, place * ROW_SIZE + member, row < count * GROUP, sums, sizes,
+                first_slot.to(tl.int64) * ROWS, NUM_KV_HEADS * ROWS, num_splits, value_scale,
+                HEAD_DIM, DIM_PAD, ROWS,
             )  # fmt: skip
-    if is_last:
-        ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-        total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
-        out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
-        output += token.to(tl.int64) * ROW_SIZE
+    else:
+        out = unscaled(_mean(acc, total), value_scale).to(output.dtype.element_ty)
         tl.store(output + (place * ROW_SIZE + member)[:, None] + dim[None, :], out, mask=inside)
 
 
