@@ -249,25 +249,42 @@ def _store_sums(
     places: of the rows in `output`. first: where the first split's results are, in rows; stride: to
     the next one's.
     """
-    COLUMNS: tl.constexpr = min(32, DIM_PAD)  # at once, which takes fewer registers
+    # Loads wait for memory: several splits' are under way at once, for a part of the columns, which
+    # leaves registers for them.
+    COLUMNS: tl.constexpr = min(DIM_PAD, max(32, DIM_PAD // 4))
+    AT_ONCE: tl.constexpr = 4
+    SIZES: tl.constexpr = 16
     row = tl.arange(0, ROWS)
     top = tl.full([ROWS], LOWEST, tl.float32)
-    for i in tl.range(0, num_splits):
+    total = tl.zeros([ROWS], tl.float32)
+    for i in tl.range(0, num_splits, SIZES):
+        split = i + tl.arange(0, SIZES)
+        is_split = (split < num_splits)[:, None] & (row < ROWS)[None, :]
+        own = sizes + (first + split * stride)[:, None] * 2 + row[None, :]
         # Here and below, past the L1 cache, which may have what was in these places before.
-        its_top = tl.load(sizes + (first + i * stride) * 2 + row, cache_modifier=".cg")
-        top = tl.maximum(top, its_top)
+        tops = tl.load(own, is_split, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(own + ROWS, is_split, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        total = total * tl.exp2(top - new_top)
+        total += tl.sum(totals * tl.exp2(tops - new_top[None, :]), 0)
+        top = new_top
     for begin in tl.static_range(0, DIM_PAD, COLUMNS):
         dim = begin + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for i in tl.range(0, num_splits):
-            own = first + i * stride
-            weight = tl.load(sizes + own * 2 + row, cache_modifier=".cg")
-            weight = tl.exp2(weight - top)
-            total += weight * tl.load(sizes + own * 2 + ROWS + row, cache_modifier=".cg")
-            its_sums = sums + own * DIM_PAD + row[:, None] * DIM_PAD + dim[None, :]
-            acc += weight[:, None] * tl.load(its_sums, inside, other=0.0, cache_modifier=".cg")
+        for i in tl.range(0, num_splits, AT_ONCE):
+            for j in tl.static_range(AT_ONCE):
+                own = first + (i + j) * stride
+                is_split = i + j < num_splits
+                its_top = tl.load(
+                    sizes + own * 2 + row, is_split & (row < ROWS), other=LOWEST,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                its_sums = tl.load(
+                    sums + own * DIM_PAD + row[:, None] * DIM_PAD + dim[None, :], is_split & inside,
+                    other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                acc += tl.exp2(its_top - top)[:, None] * its_sums
         out = unscaled(_mean(acc, total), value_scale).to(output.dtype.element_ty)
         tl.store(output + places[:, None] + dim[None, :], out, mask=inside)
 
