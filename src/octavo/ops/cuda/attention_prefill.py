@@ -58,9 +58,10 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
 SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
-# What a program takes for a key of 16 bits, for one of e4m3, and for adding up partial results, in
-# the time in which one of attention_prefill_hopper.py takes a key (12.5 ns on an H200).
-_SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.5, 1000
+# What a program takes for a key, beside half as many rows as one of attention_prefill_hopper.py has,
+# or as many, and for a key of e4m3; and for adding up partial results: in keys of the other one, of
+# which an H200 takes one in 10 to 22 ns.
+_SPLIT_KEY_OF_HALF, _SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.7, 2.5, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,9 @@ def splits_are_faster(
         int((-(-seqs.lens * group // rows) * visible).sum()) / at_once
         for rows in (config.rows, HopperPrefillConfig.rows)
     )
-    of_key = _SPLIT_KEY_FLOAT8 if is_fp8 else _SPLIT_KEY
+    of_key = _SPLIT_KEY if config.rows >= HopperPrefillConfig.rows else _SPLIT_KEY_OF_HALF
+    if is_fp8:
+        of_key = _SPLIT_KEY_FLOAT8
     taken = of_key * max(own, MIN_PREFILL_SPLIT) + _ADDED_UP
     return taken < max(other, int(visible.max(initial=0)))
 
