@@ -181,9 +181,11 @@ def test_weights_that_are_not_finite_are_refused(
     family: str, tensor: str, name: str, value: float, tmp_path: Path
 ) -> None:
     """Those that stay as they are, too; the error names the file, the tensor and the value."""
-    # Groups of int4 do not divide the inputs of Granite's gates and ups.
-    hidden = 48 if family == "granitemoe" else 64
-    directory = write_model(family, tmp_path, hidden_size=hidden, intermediate_size=64)
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    if family == "granitemoe":
+        # Groups of int4 divide the inputs of attention's output, and not of gates and ups.
+        sizes |= {"hidden_size": 48, "head_dim": 16}
+    directory = write_model(family, tmp_path, **sizes)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     tensors[tensor].view(-1)[-1] = value
