@@ -148,6 +148,25 @@ def test_a_form_whose_groups_divide_no_inputs_is_left_out(tmp_path: Path) -> Non
     assert saved == int((2 - 0.5 - 2 / 128) * projections), "down projections stay"
 
 
+def test_groups_must_divide_the_slices_of_ranks(tmp_path: Path) -> None:
+    """Of 96 intermediate elements each of two ranks has 48."""
+    sizes = {"hidden_size": 48, "intermediate_size": 96}
+    directory = write_model("llama3", tmp_path, **sizes)
+    reason = (
+        "none of the weights can be quantized to int4: groups of 32 do not divide their inputs, "
+        "such as the hidden size 48, or 24 of an attention's output on each of 2 ranks"
+    )
+    model = read_model_config(directory)
+    assert any(quantized_on_load(model, "int4").quantized_parts)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        LLM(directory, quantization="int4", tensor_parallel_size=2, load_format="dummy")
+    assert caught.value.field == "quantization"
+    config = make_config(directory, tensor_parallel_size=2)
+    choice = choose_quantization(config, model, "bfloat16", 500 << 10, "ampere")
+    assert choice.quantization is None
+    assert reason in choice.reason
+
+
 class SmallNeighbour(SingleRank):
     """Rank 0 of two, of which the other has less memory."""
 

@@ -467,7 +467,9 @@ def load_engine(config: EngineConfig) -> Engine:
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     if config.quantization is not None and config.quantization != "auto":
-        model_config = quantized_on_load(model_config, config.quantization)
+        model_config = quantized_on_load(
+            model_config, config.quantization, config.tensor_parallel_size
+        )
     executor = make_executor(config, model_config)
     return Engine(executor.config, executor.model_config, executor)
 

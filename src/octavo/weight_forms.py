@@ -128,7 +128,7 @@ def choose_quantization(
     refusals: list[str] = []
     for name in AUTO_FORMS[kernels]:
         try:
-            forms[name] = quantized_on_load(model_config, name)
+            forms[name] = quantized_on_load(model_config, name, config.tensor_parallel_size)
         except ConfigError as error:
             refusals.append(error.reason)
     if refusals and len(forms) == 1:

@@ -177,7 +177,9 @@ class Machine:
 
     def quantized(self, name: QuantizationName | None) -> ModelConfig:
         """The model as it is loaded."""
-        model = self.model_config if name is None else quantized_on_load(self.model_config, name)
+        model = self.model_config
+        if name is not None:
+            model = quantized_on_load(model, name, self.config.tensor_parallel_size)
         return with_copies(self.config, model, self.dtype, self.total, self.kernels)
 
     def budget(self, name: QuantizationName | None) -> Budget:

@@ -19,6 +19,7 @@ from octavo.models.family import Family
 from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import WeightNames
+from octavo.parallel import Shard
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
@@ -179,14 +180,21 @@ def _as_stored(
     return description
 
 
-def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:
+def quantized_on_load(
+    config: ModelConfig, name: QuantizationName, num_ranks: int = 1
+) -> ModelConfig:
     """The same model with projections that the loader quantizes. The head keeps its precision, but
     for int8 on a CPU: of a small model it is a large part of what a step reads.
+
+    Args:
+        config: of the whole model.
+        name: what its weights become.
+        num_ranks: how many share the model. Each of them quantizes the slices that it holds.
 
     Raises:
         ConfigError: the files have quantized weights already, or the loader cannot: weights that
             are read through transformers, or stored in an order of their own, or with inputs that
-            no group divides.
+            no group divides; or so many ranks cannot share the model.
     """
     where = f"{config.path}: "
     if config.quantization is not None:
@@ -202,11 +210,16 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
     is_usual = config.head_method == "plain"
     head_method = "rounded" if name == "int8" and is_usual else config.head_method
     quantized = replace(quantized, head_method=head_method, quantization=ON_LOAD[name])
-    if not any(quantized.quantized_parts):
+    shard = quantized.sharded(Shard(0, num_ranks))
+    if not any(shard.quantized_parts):
+        sizes = f"the hidden size {config.hidden_size}"
+        if num_ranks > 1:
+            divided = shard.layers[0].attention.output.in_features
+            sizes += f", or {divided} of an attention's output on each of {num_ranks} ranks"
         raise ConfigError(
             "quantization",
             f"{where}none of the weights can be quantized to {name}: groups of {SMALLEST_GROUP} do "
-            f"not divide their inputs, such as the hidden size {config.hidden_size}",
+            f"not divide their inputs, such as {sizes}",
         )
     return quantized
 

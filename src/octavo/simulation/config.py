@@ -79,6 +79,11 @@ class SimulationConfig:
             raise ConfigError(
                 "model", f"{self.model} has an encoder, whose time the cost model does not know"
             )
+        for num_heads in {layer.attention.num_heads for layer in model.layers}:
+            if num_heads % self.num_gpus:
+                raise ConfigError(
+                    "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
+                )
         gpu = find_gpu(self.gpu)
         dtype = model.dtype if self.dtype == "auto" else self.dtype
         engine = replace(self.engine_config, tensor_parallel_size=self.num_gpus)
@@ -88,16 +93,11 @@ class SimulationConfig:
             choice = choose_quantization(engine, model, dtype, total, gpu.kernels)
             quantization = choice.quantization
         if quantization is not None:
-            model = quantized_on_load(model, quantization)
+            model = quantized_on_load(model, quantization, self.num_gpus)
         model = with_copies(engine, model, dtype, total, gpu.kernels)
         model = model.kept_by(gpu.kernels)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
-        for num_heads in {layer.attention.num_heads for layer in model.layers}:
-            if num_heads % self.num_gpus:
-                raise ConfigError(
-                    "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
-                )
         size = ModelSize.of(model, dtype, self.cache.element_bytes(dtype), self.num_gpus)
         return Machine(
             model,

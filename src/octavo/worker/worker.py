@@ -157,7 +157,9 @@ def _with_chosen(
         if communicator.shard.rank == 0:
             logger.info("quantization auto on %s: %s", device.name, choice)
         if choice.quantization is not None:
-            model_config = quantized_on_load(model_config, choice.quantization)
+            model_config = quantized_on_load(
+                model_config, choice.quantization, config.tensor_parallel_size
+            )
         config = replace(config, quantization=choice.quantization)
     return config, with_copies(config, model_config, name, total, kernels)
 
