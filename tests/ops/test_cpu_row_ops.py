@@ -127,6 +127,16 @@ def test_nan_and_extremes_pass_through_gates() -> None:
         torch.testing.assert_close(result, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_weights_that_are_nan_leave_no_number(dtype: torch.dtype) -> None:
+    """Whatever their bits: those of torch's softmax are all 1."""
+    bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, -0x00400000], dtype=torch.int32)
+    weights = bits.view(torch.float32)[:, None]
+    places = torch.zeros(len(bits), 1, dtype=torch.int64)
+    rows = torch.ones(1, 20, dtype=dtype)
+    assert row_ops.weighted_sum(rows, places, weights).isnan().all()
+
+
 @pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

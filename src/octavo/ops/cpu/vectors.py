@@ -142,7 +142,10 @@ def _widened(b: ir.IRBuilder, element: types.Type, value: Any) -> Any:
 
 @intrinsic
 def from_float(typingctx, number, like):
-    """A float32 as an element of `like`: itself, or bf16 bits (uint16) rounded to nearest even."""
+    """A float32 as an element of `like`: itself, or bf16 bits (uint16) rounded to nearest even.
+
+    Rounding a NaN up may carry into its sign, which leaves a zero: each becomes the same NaN.
+    """
     element = like.dtype
     signature = element(types.float32, like)
 
@@ -152,7 +155,8 @@ def from_float(typingctx, number, like):
         bits = b.bitcast(args[0], I32)
         odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
         rounded = b.lshr(b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF))), ir.Constant(I32, 16))
-        return b.trunc(rounded, I16)
+        is_nan = b.fcmp_unordered("uno", args[0], args[0])
+        return b.select(is_nan, ir.Constant(I16, 0x7FC0), b.trunc(rounded, I16))
 
     return signature, codegen
 
