@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
 from octavo.core.kv.specs import KVLayout, KVSpec, num_read_tokens
 from octavo.errors import OutOfMemory
-from octavo.models.config import ModelConfig
+from octavo.models.config import LayerConfig, ModelConfig, map_distinct
 
 CPU_CACHE_SHARE = 0.4  # of the memory left after weights and activations
 CPU_CACHE_LIMIT = 4 * GIB  # by default on a CPU, where other programs need memory too
@@ -293,13 +293,8 @@ def estimate_activations(
 ) -> int:
     """`activation_bytes` of the largest step that these settings allow."""
     encoder = model_config.encoder
-    layer_width = max(
-        4 * model_config.hidden_size
-        + layer.attention.qkv.out_features
-        + layer.attention.output.in_features
-        + layer.mlp.activation_width
-        for layer in (*model_config.layers, *(() if encoder is None else encoder.layers))
-    )
+    layers = (*model_config.layers, *(() if encoder is None else encoder.layers))
+    layer_width = 4 * model_config.hidden_size + max(map_distinct(_projected_width, layers))
     return activation_bytes(
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs,
@@ -307,3 +302,10 @@ def estimate_activations(
         model_config.vocab_size,
         dtype_bytes,
     )
+
+
+def _projected_width(layer: LayerConfig) -> int:
+    """The elements a token has at once in a layer's projections."""
+    attention = layer.attention
+    beside = attention.qkv.out_features + attention.output.in_features
+    return beside + layer.mlp.activation_width

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
-from octavo.layers.config import CopyForm, ExpertsConfig
+from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig
 from octavo.memory_budget import (
     FixedMemory,
     KVShape,
@@ -30,7 +30,7 @@ from octavo.memory_budget import (
     format_bytes,
     plan_memory,
 )
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, map_distinct
 from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load
 from octavo.parallel import Shard
@@ -194,12 +194,9 @@ def with_copies(
     shard = whole.sharded(Shard(0, config.tensor_parallel_size)).kept_by(kernels)
     weights = shard.least_weight_bytes(DTYPE_BYTES[dtype]) - shard.copy_bytes
     # Those of projections, which every token reads, come before those of experts.
-    sizes = [
-        sum(each.copy_bytes for each in layer if isinstance(each, ExpertsConfig) == of_experts)
-        for of_experts in (False, True)
-        for layer in shard.copyable
-    ]
-    taken = list(accumulate(sizes, initial=shard.head.copy_bytes))
+    sizes = map_distinct(_copy_bytes, shard.copyable)
+    in_order = chain((size for size, _ in sizes), (size for _, size in sizes))
+    taken = list(accumulate(in_order, initial=shard.head.copy_bytes))
     room = total - weights
     share = COPIES_SHARE * room
     if shard.copy_form == "dequantized" and taken[-1] > share:
@@ -210,6 +207,12 @@ def with_copies(
         return model_config
     num_layers = min(fitting, len(shard.copyable))
     return model_config.with_copies(num_layers, fitting - num_layers, of_head)
+
+
+def _copy_bytes(layer: tuple[LinearConfig | ExpertsConfig, ...]) -> tuple[int, int]:
+    """What a layer's copies take: those of projections, and those of experts."""
+    experts = sum(each.copy_bytes for each in layer if isinstance(each, ExpertsConfig))
+    return sum(each.copy_bytes for each in layer) - experts, experts
 
 
 def _most_copies(

@@ -15,6 +15,7 @@ import gguf_files
 from gguf_files import Kind
 from model_zoo import model_directory
 from octavo import LLM
+from octavo.layers.config import CopyForm, LinearConfig
 
 ROOT = Path(__file__).parents[2]
 OPT_13B = ROOT / "benchmarks/configs/opt-13b"
@@ -229,3 +230,28 @@ def test_copies_of_weights_are_counted(octavo: Octavo) -> None:
         assert values(*others)["weight_copy_bytes"] == 0
     on_this_cpu = octavo("memory", LLAMA_8B.with_name("qwen3-0.6b"), "--json")
     assert json.loads(on_this_cpu.stdout)["weight_copy_bytes"] == 0
+
+
+def test_equal_layers_are_computed_once(
+    octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deep model's projections are described no more often than those of a shallow one."""
+    described: list[LinearConfig] = []
+    with_copy = LinearConfig.with_copy
+
+    def counting(self: LinearConfig, form: CopyForm | None) -> LinearConfig:
+        described.append(self)
+        return with_copy(self, form)
+
+    monkeypatch.setattr(LinearConfig, "with_copy", counting)
+    fields = json.loads((LLAMA_8B / "config.json").read_text())
+    counts = []
+    for num_layers in (4, 40):
+        (tmp_path / "config.json").write_text(
+            json.dumps(fields | {"num_hidden_layers": num_layers})
+        )
+        described.clear()
+        assert octavo("memory", tmp_path, "--gpu", "h200").exit_code == 0
+        counts.append(len(described))
+    # Copies that fit only some layers divide them into two kinds.
+    assert counts[1] < 2 * counts[0]

@@ -7,12 +7,12 @@ them. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise, starmap
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from octavo.core.kv.specs import CrossAttention, FullAttention, KVSpec, SlidingWindow
 from octavo.errors import ConfigError, ModelError
@@ -38,6 +38,9 @@ from octavo.models.quantization import (
 from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
 # How many norms a layer has.
@@ -194,11 +197,14 @@ class EncoderConfig:
     embedding_norm: NormConfig | None = None
     final_norm: NormConfig | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _shared(self.layers))
+
     def sharded(self, shard: Shard) -> EncoderConfig:
         """One rank's part. Raises ConfigError if something does not divide."""
         return replace(
             self,
-            layers=tuple(layer.sharded(shard) for layer in self.layers),
+            layers=tuple(map_distinct(lambda each: each.sharded(shard), self.layers)),
             relative_biases=tuple(bias.sharded(shard) for bias in self.relative_biases),
         )
 
@@ -206,8 +212,9 @@ class EncoderConfig:
     def num_parameters(self) -> int:
         """Weights, but for learned positions."""
         norms = (self.embedding_norm, self.final_norm)
-        parts = (*norms, *self.relative_biases, *self.layers)
-        return sum(part.num_parameters for part in parts if part is not None)
+        parts = (*norms, *self.relative_biases)
+        declared = sum(part.num_parameters for part in parts if part is not None)
+        return declared + sum(map_distinct(lambda each: each.num_parameters, self.layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +250,9 @@ class ModelDescription:
         assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
         placements = {layer.norm_placement for layer in self.layers}
         assert len(placements) == 1, "a layer takes what the one before it returns"
-        layers = tuple(_within_context(layer, self.max_model_len) for layer in self.layers)
+        layers = _shared(
+            map_distinct(lambda each: _within_context(each, self.max_model_len), self.layers)
+        )
         object.__setattr__(self, "layers", layers)
         _check_kv_specs(layers, self.max_model_len)
 
@@ -265,7 +274,7 @@ class ModelDescription:
             with _errors_name("the encoder"):
                 encoder = encoder.sharded(shard)
         with _errors_name("the decoder") if encoder is not None else nullcontext():
-            layers = tuple(layer.sharded(shard) for layer in self.layers)
+            layers = tuple(map_distinct(lambda each: each.sharded(shard), self.layers))
             biases = tuple(bias.sharded(shard) for bias in self.relative_biases)
         return replace(self, layers=layers, relative_biases=biases, encoder=encoder, shard=shard)
 
@@ -329,7 +338,11 @@ class ModelDescription:
     @property
     def copy_bytes(self) -> int:
         """What all copies of weights take."""
-        return sum(each.copy_bytes for each in (self.head, *chain(*self.copyable)))
+
+        def of_layer(layer: tuple[LinearConfig | ExpertsConfig, ...]) -> int:
+            return sum(each.copy_bytes for each in layer)
+
+        return self.head.copy_bytes + sum(map_distinct(of_layer, self.copyable))
 
     def copy_bytes_of(self, num_ranks: int) -> int:
         """What the copies of so many ranks take together: whether one has a copy depends on the
@@ -339,38 +352,32 @@ class ModelDescription:
     def copy_saves(self, num_tokens: int) -> int:
         """How many bytes fewer than the weights have a step of so many sequences reads, of one
         token each, if all choices of experts are equally likely."""
-        saved = self.head.copy_saves(num_tokens)
-        for layer in self.layers:
-            saved += layer.copy_saves(num_tokens)
-            if isinstance(layer.mlp, ExpertsConfig):
-                saved += layer.mlp.copy_saves(num_tokens)
-        return saved
+        saved = sum(map_distinct(lambda each: each.copy_saves(num_tokens), self.layers))
+        saved += self._sum_of_experts(lambda each: each.copy_saves(num_tokens))
+        return self.head.copy_saves(num_tokens) + saved
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
         """Of each layer, all that may have copies."""
-        return tuple(layer.copyable for layer in self.layers)
+        return tuple(map_distinct(lambda each: each.copyable, self.layers))
 
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
         usual one, and of the head, unless it shares the embedding's table."""
         encoder = self.encoder
         if encoder is not None:
-            layers = tuple(layer.with_linear_method(method) for layer in encoder.layers)
-            encoder = replace(encoder, layers=layers)
+            layers = map_distinct(lambda each: each.with_linear_method(method), encoder.layers)
+            encoder = replace(encoder, layers=tuple(layers))
         return replace(
             self,
-            layers=tuple(layer.with_linear_method(method) for layer in self.layers),
+            layers=tuple(map_distinct(lambda each: each.with_linear_method(method), self.layers)),
             encoder=encoder,
             head_method=self.head_method if self.tied_embeddings else method,
         )
 
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each attention layer keeps, in the order of `attentions`."""
-        own = [
-            _window_spec(layer.attention.window) if layer.kv_spec is None else layer.kv_spec
-            for layer in self.layers
-        ]
+        own = map_distinct(_kv_spec, self.layers)
         return own if self.encoder is None else own + [CrossAttention()] * len(own)
 
     def longest_encoder_input(self, max_num_batched_tokens: int) -> int:
@@ -400,8 +407,9 @@ class ModelDescription:
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
         norms = (self.embedding_norm, self.final_norm)
-        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder, *self.layers)
+        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder)
         declared = sum(part.num_parameters for part in parts if part is not None)
+        declared += sum(map_distinct(lambda each: each.num_parameters, self.layers))
         declared += sum(bias.num_parameters for bias in self.relative_biases)
         if self.logits_bias:
             declared += self.head.out_features
@@ -409,16 +417,22 @@ class ModelDescription:
 
     def num_active_parameters(self) -> int:
         """`num_parameters` without the experts that a token does not take."""
-        inactive = sum(each.num_parameters - each.num_active_parameters for each in self.layers)
-        return self.num_parameters() - inactive
+        inactive = map_distinct(
+            lambda each: each.num_parameters - each.num_active_parameters, self.layers
+        )
+        return self.num_parameters() - sum(inactive)
 
     def num_expert_parameters(self) -> int:
         """Weights of experts that are chosen by a router: those of all of them."""
-        return sum(
-            each.mlp.routing.num_experts * each.mlp.expert_parameters
-            for each in self.layers
-            if isinstance(each.mlp, ExpertsConfig)
-        )
+        return self._sum_of_experts(lambda each: each.routing.num_experts * each.expert_parameters)
+
+    def _sum_of_experts(self, function: Callable[[ExpertsConfig], int]) -> int:
+        """Over all layers that have experts which a router chooses from."""
+
+        def of_layer(layer: LayerConfig) -> int:
+            return function(layer.mlp) if isinstance(layer.mlp, ExpertsConfig) else 0
+
+        return sum(map_distinct(of_layer, self.layers))
 
     def mixtures(self) -> dict[RoutingConfig, int]:
         """How many layers route their tokens in each of the ways that there are."""
@@ -500,12 +514,9 @@ class ModelConfig(ModelDescription):
         if a device keeps them so."""
         encoder = () if self.encoder is None else self.encoder.layers
         group = 1 if self.quantization is None else self.quantization.smallest_group
-        all_parts = sum(each.num_quantized_parameters(group) for each in (*self.layers, *encoder))
-        experts = sum(
-            each.mlp.num_quantized_expert_parameters(group)
-            for each in self.layers
-            if isinstance(each.mlp, ExpertsConfig)
-        )
+        layers = (*self.layers, *encoder)
+        all_parts = sum(map_distinct(lambda each: each.num_quantized_parameters(group), layers))
+        experts = self._sum_of_experts(lambda each: each.num_quantized_expert_parameters(group))
         return all_parts - experts, experts
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
@@ -560,13 +571,16 @@ class ModelConfig(ModelDescription):
         """With copies of projections in the first `num_layers` alone, and of experts."""
         form = self.copy_form
         of_experts = form if form == "float12" else None
-        layers = tuple(
-            each.with_copies(
-                form if i < num_layers else None, of_experts if i < num_expert_layers else None
+
+        def copied(begin: int, end: int) -> list[LayerConfig]:
+            forms = (
+                form if begin < num_layers else None,
+                of_experts if begin < num_expert_layers else None,
             )
-            for i, each in enumerate(self.layers)
-        )
-        return replace(self, layers=layers)
+            return map_distinct(lambda each: each.with_copies(*forms), self.layers[begin:end])
+
+        bounds = sorted({0, num_layers, num_expert_layers, self.num_layers})
+        return replace(self, layers=tuple(chain.from_iterable(starmap(copied, pairwise(bounds)))))
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""
@@ -587,6 +601,22 @@ def _errors_name(stack: str) -> Iterator[None]:
         raise ConfigError(error.field, f"{stack}: {error.reason}") from error
 
 
+def map_distinct(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results for all items, computed once for those that are the same object, as equal layers
+    of a description are."""
+    results: dict[int, Result] = {}
+    for item in items:
+        if id(item) not in results:
+            results[id(item)] = function(item)
+    return [results[id(item)] for item in items]
+
+
+def _shared(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The same layers, of which equal ones are the same object."""
+    first: dict[LayerConfig, LayerConfig] = {}
+    return tuple(map_distinct(lambda each: first.setdefault(each, each), layers))
+
+
 def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
     """A window as long as the model's context is full attention."""
     window = layer.attention.window
@@ -598,6 +628,11 @@ def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
 def _window_spec(window: int | None) -> KVSpec:
     """The spec that keeps what a window reads, and nothing else."""
     return FullAttention() if window is None else SlidingWindow(window)
+
+
+def _kv_spec(layer: LayerConfig) -> KVSpec:
+    """Which tokens' KV a layer's attention to its own sequence keeps."""
+    return _window_spec(layer.attention.window) if layer.kv_spec is None else layer.kv_spec
 
 
 def _check_kv_specs(layers: Sequence[LayerConfig], max_model_len: int) -> None:

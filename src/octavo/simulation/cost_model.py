@@ -21,7 +21,7 @@ from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.layers.config import ExpertsConfig
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, map_distinct
 from octavo.parallel import Shard
 from octavo.simulation.gpus import GPU
 from octavo.simulation.step_shape import StepShape
@@ -149,7 +149,7 @@ class ModelSize:
         dtype_bytes = DTYPE_BYTES[dtype]
         embeddings = model.head.num_parameters
         layer_bytes = 2 * model.num_kv_heads * model.head_dim * (kv_bytes or dtype_bytes)
-        query_sizes = [layer.attention.output.in_features for layer in model.layers]
+        query_sizes = map_distinct(lambda each: each.attention.output.in_features, model.layers)
         dense_bytes, expert_bytes = model.read_bytes(dtype_bytes)
         read = model.num_parameters() - model.num_lookup_parameters()
         active = model.num_active_parameters() - model.num_lookup_parameters()
