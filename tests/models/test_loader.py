@@ -145,6 +145,17 @@ def test_one_parameter_under_two_names(tmp_path: Path) -> None:
         logits(changed(tmp_path, "llama", with_factor(2.0)))
 
 
+@pytest.mark.parametrize("damaged", ["model.shared", "model.encoder.embed_tokens", "lm_head"])
+def test_a_shared_table_that_holds_nan_under_one_of_its_names(damaged: str, tmp_path: Path) -> None:
+    def damage(tensors: Tensors) -> None:
+        for name in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
+            tensors[f"{name}.weight"] = tensors["model.shared.weight"].clone()
+        tensors[f"{damaged}.weight"][5, 3] = torch.nan
+
+    with pytest.raises(ModelError, match=rf"safetensors: {damaged}\.weight holds NaN, and differs"):
+        logits(changed(tmp_path, "bart", damage))
+
+
 def test_a_tied_head_is_one_tensor() -> None:
     config = read_model_config(model_zoo.model_directory("llama3"))
     model = build_model(config, torch.float32, CPU, SingleRank())

@@ -115,7 +115,8 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     checkpoint = model.checkpoint or FamilyCheckpoint(model, config)
     targets = checkpoint.targets
     dtype, device = model.token_table.dtype, model.token_table.device
-    loaded: set[object] = set()  # see _identity; tied weights have two names
+    # See _identity: where each was loaded from; tied weights have two names.
+    loaded: dict[object, str] = {}
     unknown: list[str] = []
     rounding, freed = Rounding(config), FreedMemory(device)
     files = open_weights(config)
@@ -141,9 +142,11 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         if part.dim():
                             destination[len(part) :].zero_()
                     elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
+                        _check_no_nan(loaded[identity], rows)
+                        _check_no_nan(where, part)
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding, config)}")
-                loaded.add(identity)
+                loaded.setdefault(identity, where)
                 freed.after(math.prod(target.shape))
             elif config.is_stored_quantized and is_unused_bias(name, tensor):
                 continue
@@ -533,6 +536,15 @@ def _parts(
                 "scales are missing"
             )
         yield part, destination
+
+
+def _check_no_nan(where: str, values: Tensor) -> None:
+    """Raise ModelError if a tensor that differs from another one for the same parameter holds NaN;
+    where: its file and name."""
+    if values.isnan().any():
+        raise ModelError(
+            f"{where} holds NaN, and differs from another tensor for the same parameter"
+        )
 
 
 def _contradiction(is_embedding: bool, config: ModelConfig) -> str:
