@@ -64,7 +64,7 @@ def test_a_forced_token_that_is_a_bad_word_is_forced(tmp_path: Path) -> None:
     "kind",
     [
         *("ngram", "word", "words", "word from the prompt", "suppressed", "first", "last"),
-        *("penalty", "ends"),
+        *("one of several last", "one of several last, but one", "penalty", "ends"),
     ],
 )
 def test_greedy_tokens_equal_those_of_generate(
@@ -80,6 +80,8 @@ def test_greedy_tokens_equal_those_of_generate(
         "suppressed": {"suppress_tokens": [plain[0], plain[3]]},
         "first": {"forced_bos_token_id": 9},
         "last": {"forced_eos_token_id": 9},
+        "one of several last": {"forced_eos_token_id": [30, 9]},
+        "one of several last, but one": {"forced_eos_token_id": [30, 9], "suppress_tokens": [9]},
         "penalty": {"repetition_penalty": 1.7},
         "ends": {"eos_token_id": [plain[4], plain[6]]},
     }[kind]
@@ -109,6 +111,8 @@ def test_greedy_tokens_equal_those_of_generate(
         {"repetition_penalty": -1.0},
         {"suppress_tokens": [4, 9], "forced_bos_token_id": 9},
         {"suppress_tokens": [9], "forced_eos_token_id": 9},
+        {"suppress_tokens": [9, 8], "forced_eos_token_id": [8, 9]},
+        {"forced_eos_token_id": [8, 320]},
         {"bad_words_ids": [[i] for i in range(5, 320)], "suppress_tokens": [*range(5)]},
         {"bad_words_ids": [[i] for i in range(320)]},
     ],

@@ -222,6 +222,15 @@ RULES = [
 ]
 
 
+def directory_with(rules: dict[str, Any], directory: Path) -> Path:
+    for path in model_zoo.model_directory("bart").iterdir():
+        if path.name != "generation_config.json":
+            (directory / path.name).symlink_to(path)
+    rules = rules | {"eos_token_id": 1}
+    (directory / "generation_config.json").write_text(json.dumps(rules))
+    return directory
+
+
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_rules_of_the_output_are_those_of_transformers(
     tmp_path: Path, rules: dict[str, Any]
@@ -231,11 +240,7 @@ def test_rules_of_the_output_are_those_of_transformers(
     if "bad_words_ids" in rules and len(rules) == 1:
         first = reference_tokens(name)[3]
         rules = {"bad_words_ids": [[first[0]], first[3:5], first[1:3]]}
-    for path in model_zoo.model_directory(name).iterdir():
-        if path.name != "generation_config.json":
-            (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "generation_config.json").write_text(json.dumps(rules | {"eos_token_id": 1}))
-    llm = load(tmp_path)
+    llm = load(directory_with(rules, tmp_path))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     [output] = llm.generate([prompt], params, use_tqdm=False)
     expected = generate(name, prompt, NUM_TOKENS, **rules)[0, 1:].tolist()
@@ -246,3 +251,17 @@ def test_rules_of_the_output_are_those_of_transformers(
     model_zoo.check_beams(
         output, generate(name, prompt, 8, **rules, **model_zoo.beam_options(4)), 1
     )
+
+
+def test_beams_that_must_end_in_one_of_several_tokens(tmp_path: Path) -> None:
+    """All of these tokens are as likely, so that scores are transformers', and tokens one of the
+    choices that have them."""
+    prompt, rules = inputs()[3], {"forced_eos_token_id": [7, 300]}
+    llm = load(directory_with(rules, tmp_path))
+    [output] = llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=8), use_tqdm=False)
+    expected = generate("bart", prompt, 8, **rules, **model_zoo.beam_options(4))
+    scores = [beam.score for beam in output.outputs]
+    assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
+    ends = {beam.token_ids[-1] for beam in output.outputs if len(beam.token_ids) == 8}
+    assert ends
+    assert ends <= {7, 300}

@@ -291,19 +291,19 @@ def prepared_spec(model: ModelConfig, prompt: Prompt, params: Any) -> Any:
 
 
 def test_the_model_s_rules_reach_every_request(model: ModelConfig) -> None:
-    rules = DecodingRules(7, 2, no_repeat_ngram_size=3, bad_words=((1,), (4, 5)))
+    rules = DecodingRules(7, (2,), no_repeat_ngram_size=3, bad_words=((1,), (4, 5)))
     strict = replace(model, decoding_rules=rules)
     for params in (GREEDY, BeamSearchParams(beam_width=4, max_tokens=5)):
         spec = prepared_spec(strict, INPUT, params)
-        assert spec.forced_tokens == ((0, 7), (4, 2))
+        assert spec.forced_tokens == ((0, (7,)), (4, (2,)))
         assert spec.no_repeat_ngram_size == 3
         assert spec.bad_sequences == ((1,), (4, 5))
         assert prepared_spec(model, INPUT, params).forced_tokens == ()
 
 
 def test_no_first_token_is_forced_behind_decoder_input_ids(model: ModelConfig) -> None:
-    strict = replace(model, decoding_rules=DecodingRules(7, 2))
+    strict = replace(model, decoding_rules=DecodingRules(7, (2,)))
     begun: Prompt = {"prompt": INPUT, "decoder_input_ids": [START, 8]}
-    assert prepared_spec(strict, begun, GREEDY).forced_tokens == ((4, 2),)
+    assert prepared_spec(strict, begun, GREEDY).forced_tokens == ((4, (2,)),)
     alone: Prompt = {"prompt": INPUT, "decoder_input_ids": [START]}
-    assert prepared_spec(strict, alone, GREEDY).forced_tokens == ((0, 7), (4, 2))
+    assert prepared_spec(strict, alone, GREEDY).forced_tokens == ((0, (7,)), (4, (2,)))

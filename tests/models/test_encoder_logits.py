@@ -266,7 +266,7 @@ def test_rules_of_the_output_are_read(tmp_path: Path) -> None:
         **{"bad_words_ids": [[5], [1], [6, 7]], "eos_token_id": 1},
         **{"num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "max_length": 142},
     )
-    assert read_model_config(directory).decoding_rules == DecodingRules(0, 1, 3, ((5,), (6, 7)))
+    assert read_model_config(directory).decoding_rules == DecodingRules(0, (1,), 3, ((5,), (6, 7)))
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,12 @@ def test_rules_of_the_output_are_read(tmp_path: Path) -> None:
     [
         ({"decoder_start_token_id": 320}, "decoder_start_token_id is 320; it must be one token"),
         ({"decoder_start_token_id": [1, 2]}, "decoder_start_token_id is .*; it must be one token"),
-        ({"forced_eos_token_id": [1, 2]}, "forced_eos_token_id is .*; it must be one token"),
-        ({"forced_bos_token_id": 320}, "forced_bos_token_id is 320; it must be one token"),
+        (
+            {"forced_eos_token_id": [1, 320]},
+            "forced_eos_token_id is .*; it must be an id below 320",
+        ),
+        ({"forced_bos_token_id": 320}, "forced_bos_token_id is 320; it must be an id below 320"),
+        ({"forced_bos_token_id": [1, 2]}, "forced_bos_token_id is .*; octavo forces one token"),
         ({"begin_suppress_tokens": [3]}, "begin_suppress_tokens is .*; octavo does not implement"),
         ({"suppress_tokens": [320]}, "suppress_tokens is .*; each must be an id below 320"),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size is 2"),

@@ -75,8 +75,8 @@ class SamplingSpec:
     bad_words: tuple[tuple[int, ...], ...] = ()  # that the output does not contain
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # the same, also where the prompt begins them
     no_repeat_ngram_size: int = 0  # so many tokens never come twice in the same order; 0: off
-    # (number of output tokens, the token that must then come next).
-    forced_tokens: tuple[tuple[int, int], ...] = ()
+    # (number of output tokens, the tokens of which one must then come next: all are as likely).
+    forced_tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
     # Tokens at the end of the prompt that are the beginning of what the grammar describes.

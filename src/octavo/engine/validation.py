@@ -369,11 +369,11 @@ class RequestPreparer:
         rules = self._model_config.decoding_rules
         if rules == DecodingRules():
             return spec
-        forced = []
+        forced: list[tuple[int, tuple[int, ...]]] = []
         if rules.first_token_id is not None and num_tokens == 1:
-            forced.append((0, rules.first_token_id))
-        if rules.last_token_id is not None and spec.grammar is None:
-            forced.append((max_tokens - 1, rules.last_token_id))
+            forced.append((0, (rules.first_token_id,)))
+        if rules.last_token_ids and spec.grammar is None:
+            forced.append((max_tokens - 1, rules.last_token_ids))
         return replace(
             spec,
             forced_tokens=tuple(forced),

@@ -462,7 +462,7 @@ class DecodingRules:
     """What generation_config.json demands of every request's tokens."""
 
     first_token_id: int | None = None  # after a single token, such as decoder_start_token_id
-    last_token_id: int | None = None  # where max_tokens ends the output
+    last_token_ids: tuple[int, ...] = ()  # of which one comes where max_tokens ends the output
     no_repeat_ngram_size: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     renormalises: bool = False  # scores of a beam search, after all that changes them

@@ -58,8 +58,11 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     if len(forbidden) == vocab_size:
         name = "suppress_tokens" if suppressed else "bad_words_ids"
         raise config.error(name, f"it forbids all {vocab_size} tokens of the vocabulary")
+    first = _forced(config, "forced_bos_token_id", vocab_size, suppressed)
+    if len(first) > 1:
+        raise config.error("forced_bos_token_id", "octavo forces one token at the beginning")
     return DecodingRules(
-        _forced(config, "forced_bos_token_id", vocab_size, suppressed),
+        next(iter(first), None),
         _forced(config, "forced_eos_token_id", vocab_size, suppressed),
         size,
         bad_words + suppressed,
@@ -69,16 +72,16 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
 
 def _forced(
     config: Fields, name: str, vocab_size: int, suppressed: tuple[tuple[int, ...], ...]
-) -> int | None:
-    """A token that must come, whether it is a bad word or not. One that is suppressed leaves no
-    token to draw; transformers refuses it, too."""
+) -> tuple[int, ...]:
+    """The tokens of which one must come, whether it is a bad word or not, but those that are
+    suppressed. If all are, there is no token to draw; transformers refuses that, too."""
     token_ids = config.token_ids(name)
-    if len(token_ids) > 1 or any(not 0 <= token_id < vocab_size for token_id in token_ids):
-        raise config.error(name, f"it must be one token of the vocabulary of {vocab_size}")
-    token_id = next(iter(token_ids), None)
-    if token_id is not None and (token_id,) in suppressed:
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise config.error(name, f"it must be an id below {vocab_size}, or several")
+    left = tuple(token_id for token_id in token_ids if (token_id,) not in suppressed)
+    if token_ids and not left:
         raise config.error(name, "but suppress_tokens has it, too, so that no token could come")
-    return token_id
+    return left
 
 
 def _suppressed(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:

@@ -57,12 +57,13 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     )
     _add_bias(logits, [row for row in rows if row.spec.logit_bias is not None])
     for row in rows:
-        for number, token_id in row.spec.forced_tokens:
+        for number, token_ids in row.spec.forced_tokens:
             if number == len(row.token_ids) - row.num_prompt_tokens:
+                forced = torch.tensor(token_ids, device=logits.device)
                 # Certain, unless the row is NaN.
-                value = logits[row.index, token_id].nan_to_num(torch.nan, 0.0, 0.0) * 0
+                values = logits[row.index, forced].nan_to_num(torch.nan, 0.0, 0.0) * 0
                 logits[row.index].fill_(-torch.inf)
-                logits[row.index, token_id] = value
+                logits[row.index, forced] = values
 
 
 def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64s, Int64s]:

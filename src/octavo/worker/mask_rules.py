@@ -72,15 +72,15 @@ def apply_rules(
         _take_out(words, bad, others=bad_words.others)
     ending = end_of_thinking(spec.thinking, output)
     if ending is not None:
-        _allow_only(words, ending)
-    for number, token_id in spec.forced_tokens:
+        _allow_only(words, [ending])
+    for number, token_ids in spec.forced_tokens:
         if number == len(output):
-            _allow_only(words, token_id)
+            _allow_only(words, token_ids)
 
 
-def _allow_only(words: Words, token_id: int) -> None:
+def _allow_only(words: Words, token_ids: Sequence[int]) -> None:
     words[:] = 0
-    set_bits(words, [token_id])
+    set_bits(words, token_ids)
 
 
 def _take_out(
