@@ -108,6 +108,8 @@ def test_greedy_tokens_equal_those_of_generate(
         {"do_sample": True, "typical_p": 0.9},
         {"do_sample": True, "eta_cutoff": 0.1},
         {"suppress_tokens": [320]},
+        {"suppress_tokens": 5},
+        {"bad_words_ids": []},
         {"repetition_penalty": -1.0},
         {"suppress_tokens": [4, 9], "forced_bos_token_id": 9},
         {"suppress_tokens": [9], "forced_eos_token_id": 9},

@@ -85,7 +85,9 @@ def _forced(
 
 
 def _suppressed(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """suppress_tokens, as words of one token."""
+    """suppress_tokens, as words of one token; transformers takes no number alone, either."""
+    if not isinstance(config.get("suppress_tokens", []), list):
+        raise config.error("suppress_tokens", "it must be a list of token ids")
     token_ids = config.token_ids("suppress_tokens")
     if any(not 0 <= token_id < vocab_size for token_id in token_ids):
         raise config.error("suppress_tokens", f"each must be an id below {vocab_size}")
@@ -93,10 +95,13 @@ def _suppressed(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _bad_words(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """bad_words_ids; as in transformers, the end token alone is no bad word."""
-    words = config.get("bad_words_ids", [])
-    if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
-        raise config.error("bad_words_ids", f"it must be a list of at most {MAX_BAD_WORDS:,} words")
+    """bad_words_ids; as in transformers, the end token alone is no bad word, and a list of none is
+    refused."""
+    words = config.get("bad_words_ids", None)
+    if words is None:
+        return ()
+    if not isinstance(words, list) or not 1 <= len(words) <= MAX_BAD_WORDS:
+        raise config.error("bad_words_ids", f"it must be a list of 1 to {MAX_BAD_WORDS:,} words")
     for word in words:
         if (
             not isinstance(word, list)
