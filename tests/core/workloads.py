@@ -179,6 +179,8 @@ class Workload:
             while len(under_way) < self.depth:
                 plan = scheduler.schedule()
                 check_scheduler(scheduler)
+                if not under_way:  # else windows may still be about to leave blocks behind
+                    self.check_worst_cases()
                 if plan is None:
                     break
                 num_tokens = plan.num_tokens + plan.num_encoder_tokens
@@ -195,6 +197,14 @@ class Workload:
             self.now += 0.1
         self.try_again()
         self.finish()
+
+    def check_worst_cases(self) -> None:
+        """No request holds more blocks than it was admitted for."""
+        chunk = self.scheduler.config.max_num_batched_tokens
+        for request in self.scheduler.running:
+            tables = [seq.table for seq in request.sequences if seq.table is not None]
+            held = {block_id for table in tables for block_id in table.held()}
+            assert len(held) <= self.kv.worst_case_blocks(request, chunk)
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Take in a step's result, and check the requests that it ends."""
