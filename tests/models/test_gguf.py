@@ -24,7 +24,8 @@ from gguf_files import Kind, everywhere, gguf, with_experts, write_pair
 from octavo import LLM, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError
-from octavo.gguf import find_gguf, read_gguf
+from octavo.gguf import GgufFile, find_gguf, forget_gguf, read_gguf
+from octavo.gguf import file as gguf_file
 from octavo.layers.base import WeightSlot
 from octavo.model_files import open_files
 from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES
@@ -444,6 +445,26 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         read_model_config(directory / names[0])
 
 
+def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tokenizer, the configuration and the weights together; and again where the file was
+    written again."""
+    path = write_pair("llama", tmp_path, everywhere(Kind.Q8_0))
+    read: list[Path] = []
+    read_one = gguf_file._read_one
+
+    def counting(path: Path) -> GgufFile:
+        read.append(path)
+        return read_one(path)
+
+    monkeypatch.setattr(gguf_file, "_read_one", counting)
+    with LLM(path, num_blocks=64):
+        assert read == [path]
+    first = read_gguf(path)
+    assert read_gguf(path) is first
+    path.write_bytes(path.read_bytes() + bytes(32))
+    assert read_gguf(path) is not first
+
+
 def test_which_file_a_directory_means(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) is None
     (tmp_path / "a.gguf").touch()
@@ -726,6 +747,7 @@ def test_options_that_do_not_go_with_the_format(good: Path) -> None:
 
 
 def test_without_the_package(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_gguf()
     monkeypatch.setitem(sys.modules, "gguf.constants", None)
     with pytest.raises(ModelError, match=r"pip install 'octavo\[gguf\]'"):
         read_model_config(good)

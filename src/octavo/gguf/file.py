@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -147,10 +148,35 @@ def split_names(match: re.Match[str]) -> tuple[str, ...]:
 def read_gguf(path: Path) -> GgufFile:
     """The header of a GGUF file, and those of the others that the model is split into.
 
+    The result for the model that was read last is kept until its files change, or `forget_gguf`:
+    tokenizer, configuration and weights are read from it one after the other.
+
     Raises:
         ModelError: it is no GGUF file, is truncated, contradicts itself, or a part of the model is
             missing; names the value or the tensor.
     """
+    match = SPLIT_NAME.fullmatch(path.name)
+    names = [path.name] if match is None else split_names(match)
+    return _read_all(path, tuple(map(_stamp, map(path.with_name, names))))
+
+
+def forget_gguf() -> None:
+    """Free the memory of the header that was read last, some 30 MB with a large vocabulary."""
+    _read_all.cache_clear()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is written again; None: it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@lru_cache(maxsize=1)
+def _read_all(path: Path, stamps: tuple[tuple[int, ...] | None, ...]) -> GgufFile:
+    """See read_gguf; `stamps` are those of the model's files."""
     first = _read_one(path)
     count = first.find("split.count", int, "a number of files") or 1
     if count <= 1:
@@ -164,7 +190,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(
             f"{path}: the model has {count} files, of which {absent[0]} does not exist"
         )
-    parts = [_read_one(path.with_name(name)) for name in names]
+    parts = [first if name == path.name else _read_one(path.with_name(name)) for name in names]
     tensors: dict[str, GgufTensor] = {}
     for number, part in enumerate(parts):
         if part.metadata.get("split.no") != number or part.metadata.get("split.count") != count:

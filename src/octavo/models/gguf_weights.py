@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.gguf import GgufTensor, read_gguf
+from octavo.gguf import GgufTensor, forget_gguf, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import (
@@ -62,6 +62,7 @@ class GgufWeights:
     def tensors(self, dtype: torch.dtype, device: torch.device) -> Iterator[Iterable[FileTensor]]:
         """See WeightFiles.tensors."""
         yield _read_tensors(self._config, dtype, device)
+        forget_gguf()
 
     def kv_scales(self) -> list[KVScales]:
         """See WeightFiles.kv_scales."""
