@@ -79,7 +79,9 @@ class RouterKernel(Protocol):
     def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """Route x [num_tokens, size], or its norm, which is `normed` of the result.
 
-        A token whose logits are not finite gets experts, too, and weights that are not finite.
+        A token whose logits are not finite gets experts, too, and weights that are not finite; if
+        some are finite and scores have no common sum, as those of sigmoids, experts with finite
+        ones are chosen first.
 
         rounding: of x in `inputs` of the result, as ExpertsKernel.rounding says.
         """

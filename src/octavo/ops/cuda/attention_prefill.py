@@ -58,9 +58,9 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
 SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
-# What a program takes for a key, beside half as many rows as one of attention_prefill_hopper.py has,
-# or as many, and for a key of e4m3; and for adding up partial results: in keys of the other one, of
-# which an H200 takes one in 10 to 22 ns.
+# What a program takes for a key, beside half as many rows as attention_prefill_hopper.py has, or as
+# many, and for a key of e4m3; and for adding up partial results: in keys of that kernel, each of
+# which takes an H200 10 to 22 ns.
 _SPLIT_KEY_OF_HALF, _SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.7, 2.5, 1000
 
 
