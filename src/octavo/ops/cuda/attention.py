@@ -45,7 +45,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_config,
 )
 from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
-from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
+from octavo.ops.cuda.attention_dequantized import DequantizedBlocks, DequantizedPrompts
 from octavo.ops.cuda.attention_prefill import (
     SPLIT_PROGRAMS,
     HopperPrefillConfig,
@@ -340,26 +340,13 @@ class TritonBackend:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
             seqs, spans = shape.keys_of(causal, encoded), None
-            # Captured steps, which are small, have one configuration for all contexts.
-            is_for_hopper = shape in self._hopper_shapes and batch.padded is None
-            own_config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
-            if is_for_hopper:
-                is_for_hopper = not splits_are_faster(
-                    seqs, shape.window, shape.group, own_config, at_once, self._is_fp8
-                )
-            if is_for_hopper and self._dequantized is not None:
-                sizes = shape.block_elements, shape.block_size, shape.group
-                found = self._dequantized.plan(seqs, *sizes, shape.window)
-                is_for_hopper = found is not None
-                if found is not None:
-                    seqs, capacity = found.seqs, self._dequantized.capacity(staging.max_num_seqs)
-                    name, values = f"attention.spans.{index}", found.spans.reshape(-1)
-                    spans = staging.put(name, values, capacity, part="tokens")
-            config: PrefillConfig | HopperPrefillConfig = own_config
-            if is_for_hopper:
-                config = HopperPrefillConfig.of(
-                    seqs.contexts.tolist(), shape.window, shape.head_dim
-                )
+            config, dequantized = self._choose_prefill(shape, seqs, batch.padded is not None)
+            if dequantized is not None:
+                assert self._dequantized is not None, "it has planned them"
+                seqs, capacity = dequantized.seqs, self._dequantized.capacity(staging.max_num_seqs)
+                name, values = f"attention.spans.{index}", dequantized.spans.reshape(-1)
+                spans = staging.put(name, values, capacity, part="tokens")
+            at_once = _prefills_at_once(shape)
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(
@@ -369,7 +356,7 @@ class TritonBackend:
                 alignment,
                 tokens_per_item,
                 is_causal=not shape.reads_encoder,
-                at_once=None if is_for_hopper else at_once,
+                at_once=at_once if isinstance(config, PrefillConfig) else None,
             )
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
@@ -381,6 +368,25 @@ class TritonBackend:
             name = f"attention.prefill.{index}"
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = _PrefillLaunch(staged, config, spans)
+
+    def _choose_prefill(
+        self, shape: _Shape, seqs: Sequences, is_captured: bool
+    ) -> tuple[PrefillConfig | HopperPrefillConfig, DequantizedPrompts | None]:
+        """By which kernel prompts are computed, and whether from blocks that are converted first.
+        Captured steps, which are small, have one configuration for all contexts."""
+        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+        if is_captured or shape not in self._hopper_shapes:
+            return config, None
+        if splits_are_faster(seqs, shape.window, shape.group, config, at_once, self._is_fp8):
+            return config, None
+        dequantized = None
+        if self._dequantized is not None:
+            sizes = shape.block_elements, shape.block_size, shape.group
+            dequantized = self._dequantized.plan(seqs, *sizes, shape.window)
+            if dequantized is None:
+                return config, None
+        contexts = seqs.contexts.tolist()
+        return HopperPrefillConfig.of(contexts, shape.window, shape.head_dim), dequantized
 
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0
