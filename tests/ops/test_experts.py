@@ -188,6 +188,22 @@ def test_routing(backend: Backend, device: torch.device, rule: str, num_tokens: 
     assert int(num_hit) == hit
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("rule", RULES)
+def test_an_expert_s_router_that_is_nan_is_found(
+    backend: Backend, device: torch.device, rule: str
+) -> None:
+    """By the weights of every token, also where all other scores are finite."""
+    config = RULES[rule]
+    weights = router_weights(config, 50, device)
+    weights.weight[2, 7] = torch.nan
+    x = numbers(20, 50, device=device)
+    got, want = routed_by(backend, weights, config, x), route(x, weights, config)
+    assert torch.equal(got.ids, want.ids)
+    assert got.weights.isnan().any(1).all()
+    assert all(len(row.unique()) == config.top_k for row in got.ids)
+
+
 @pytest.mark.parametrize(("size", "num_tokens"), [(1_100, 3), (8_300, 3), (1_100, 40)])
 def test_routing_of_long_inputs(device: torch.device, size: int, num_tokens: int) -> None:
     config = RULES["softmax"]

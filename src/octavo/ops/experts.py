@@ -79,9 +79,8 @@ class RouterKernel(Protocol):
     def apply(self, x: Tensor | DeferredNorm, rounding: Rounding = Rounding.NONE) -> Routed:
         """Route x [num_tokens, size], or its norm, which is `normed` of the result.
 
-        A token whose logits are not finite gets experts, too, and weights that are not finite; if
-        some are finite and scores have no common sum, as those of sigmoids, experts with finite
-        ones are chosen first.
+        A token with NaN among its logits gets experts, too, of which one at least has a weight of
+        NaN.
 
         rounding: of x in `inputs` of the result, as ExpertsKernel.rounding says.
         """
@@ -130,8 +129,9 @@ def choose(logits: Tensor, correction: Tensor | None, config: RoutingConfig) -> 
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """NaN last, but before what is chosen already."""
-    return scores.masked_fill(scores.isnan(), torch.finfo(scores.dtype).min)
+    """NaN first: whatever the other scores are, the token's result is NaN."""
+    most = torch.finfo(scores.dtype).max
+    return scores.clamp(max=most).masked_fill(scores.isnan(), torch.inf)
 
 
 def _in_best_groups(choice: Tensor, config: RoutingConfig) -> Tensor:

@@ -35,7 +35,7 @@ SPARSEMIXER = tl.constexpr(int(Scoring.SPARSEMIXER))
 TOKENS_IN_TWO = tl.constexpr(int(Rounding.TOKENS_IN_TWO))
 LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
 LOWEST_KEY = tl.constexpr(-(2**31))  # of experts that cannot be chosen, or have been
-NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
+NAN_KEY = tl.constexpr(2**31 - 1)  # above that of inf: see _ordered of experts.py
 TILE_TOKENS = 16
 FEW_TOKENS = 512  # with more, programs take all inputs
 _EXPERTS_AT_ONCE = 64  # that a tensor core's instruction multiplies with few tokens
@@ -269,7 +269,7 @@ def _list(marks: _Marks, lists: BlockLists, top_k: int, num_hit: Tensor) -> None
 
 @triton.jit
 def _keys(scores):
-    """Integers in the order of scores, of which NaN is below all others."""
+    """Integers in the order of scores, of which NaN is above all others."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(scores != scores, NAN_KEY, keys)
@@ -277,7 +277,7 @@ def _keys(scores):
 
 @triton.jit
 def _scores_of(keys):
-    """What `_keys` made them of; NaN for the lowest ones."""
+    """What `_keys` made them of; NaN for LOWEST_KEY."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -310,7 +310,7 @@ def _keys_of_best_groups(
     TOP_GROUPS: tl.constexpr,
 ):
     """Keys, the lowest for experts of groups that are not among the best by their two best."""
-    choice = tl.where(choice != choice, -1e38, choice)
+    choice = tl.where(choice != choice, float("inf"), choice)
     slots = tl.arange(0, GROUP_SLOTS)
     sums = tl.zeros([keys.shape[0], GROUP_SLOTS], tl.float32) - float("inf")
     for group in range(GROUPS):

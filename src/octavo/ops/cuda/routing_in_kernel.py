@@ -232,7 +232,7 @@ def _keys(scores):
 
 @gluon.jit
 def _score_of(key):
-    """What `_keys` made it of; NaN for the lowest ones."""
+    """What `_keys` made it of; NaN for LOWEST_KEY."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
