@@ -24,6 +24,7 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
@@ -177,6 +178,10 @@ def test_the_largest_step_finds_room_in_the_staging(
             cascade=[None, None],
         )
         backend.plan(attention)
+    capacity = DequantizedBlocks([1024], torch.bfloat16, DEVICE).capacity(num_seqs)
+    for index in range(num_shapes):  # of an FP8 cache on a Hopper GPU
+        name, spans = f"attention.spans.{index}", np.zeros(capacity, np.int32)
+        staging.put(name, spans, capacity, part="tokens")
     for name in ("input_ids", "positions"):
         staging.put(name, np.zeros(num_tokens, np.int64), num_tokens)
     for name in ("rows", "logits_indices", "sampled_rows"):

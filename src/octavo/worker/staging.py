@@ -21,7 +21,7 @@ _BLOCK_BYTES = 512 << 10  # changed entries of block tables, and copies of block
 _SEQ_BYTES = 256  # per sequence: rows and sampling parameters
 _TOKEN_BYTES = 32  # per token: ids and positions
 # Attention's work items, for each shape of layers: a constant part, and per sequence and token.
-_SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 128 << 10, 128, 32
+_SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 256 << 10, 160, 48
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,9 +213,9 @@ def _check_groups(config: Any) -> None:
 
 def _wrong_numbers(config: Any) -> str:
     """What to add to an error of transformers' modules, whose own does not name a field: numbers
-    that lack, and those that do not fit together, each with its limit."""
+    that are missing, and those that do not fit together, each with its limit."""
     experts, fields = _numbers_of_experts(config)
-    found = _lacking_numbers(config)
+    found = _missing_numbers(config)
     found += [] if experts is None else _wrong_experts(experts, fields)
     size, rotated = fields.get("head_dim"), fields.get("qk_rope_head_dim")
     if size is not None and rotated is not None and size != rotated:
@@ -223,7 +223,7 @@ def _wrong_numbers(config: Any) -> str:
     return "".join(f"; {each}" for each in found)
 
 
-def _lacking_numbers(config: Any) -> list[str]:
+def _missing_numbers(config: Any) -> list[str]:
     """Fields that are null, and numbers by default, such as sizes; ids of tokens may be null."""
     defaults = type(config)().to_dict()
     return [

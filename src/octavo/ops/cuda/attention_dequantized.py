@@ -26,6 +26,7 @@ from octavo.ops.cuda.attention_work_items import Int32s, Sequences
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
 _ROOM = 256 << 20  # bytes: 65,536 tokens of 8 KV heads of 128
+_MOST_BLOCKS = 16_384  # that find room, however small they are
 _SPAN = 4  # blocks of a sequence that a program converts one after the other
 _TILE = 4096  # elements of each
 _FIELDS = 4  # of a span
@@ -60,8 +61,11 @@ class DequantizedBlocks:
         room: int = _ROOM,
     ) -> None:
         self._room = torch.empty(room // dtype.itemsize, dtype=dtype, device=device)
-        most_blocks = max(self._room.numel() // each for each in block_elements)
-        self._numbers = torch.arange(most_blocks, dtype=torch.int32, device=device)[:, None]
+        self._most_blocks = {
+            each: min(self._room.numel() // each, _MOST_BLOCKS) for each in block_elements
+        }
+        most = max(self._most_blocks.values())
+        self._numbers = torch.arange(most, dtype=torch.int32, device=device)[:, None]
 
     def plan(
         self, seqs: Sequences, block_elements: int, block_size: int, group: int, window: int | None
@@ -81,7 +85,7 @@ class DequantizedBlocks:
         counts = -(-contexts // block_size)
         if work < max(_LEAST_ROWS * int(contexts.sum()), _LEAST_WORK):
             return None
-        if int(counts.sum()) > self._room.numel() // block_elements:
+        if int(counts.sum()) > self._most_blocks[block_elements]:
             return None
         starts = (counts.cumsum() - counts).astype(np.int32)
         num_spans = -(-counts // _SPAN)
@@ -113,7 +117,7 @@ class DequantizedBlocks:
         """
         num_elements = layer_cache[0].numel()
         assert layer_cache[0].is_contiguous(), "a block is dense"
-        num_blocks = self._room.numel() // num_elements
+        num_blocks = self._most_blocks[num_elements]
         blocks = self._room[: num_blocks * num_elements].view(num_blocks, *layer_cache.shape[1:])
         _dequantize_kernel[(len(spans) // _FIELDS, triton.cdiv(num_elements, _TILE))](
             layer_cache,

@@ -308,7 +308,7 @@ def prefill_items(
 
 def _split_items(items: Int32s, tile: int, at_once: int) -> Int32s:
     """See `prefill_items`."""
-    sizes = items[:, 4] - items[:, 2]
+    sizes = (items[:, 4] - items[:, 2]).astype(np.int64)
     size = max(-(-int(sizes.sum()) // at_once), MIN_PREFILL_SPLIT)
     size = -(-size // tile) * tile
     counts = np.where(2 * sizes > 3 * size, -(-sizes // size), 1)
