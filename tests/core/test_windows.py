@@ -8,11 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
-from typing import Literal
 
 import pytest
 
-from core.worlds import BLOCK_SIZE, World, compute, make_sequence, preempt, sampling
+from core.worlds import BLOCK_SIZE, World, compute, make_sequence, sampling
 from octavo.config import SchedulerConfig
 from octavo.core.block_table import NULL_BLOCK
 from octavo.core.kv.manager import KVCacheManager
@@ -20,7 +19,6 @@ from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult
-from octavo.errors import RequestTooLong
 
 
 def held(request: Request, group: int) -> int:
@@ -209,26 +207,3 @@ def test_a_prefix_whose_windows_were_evicted_hits_where_they_are_still_there() -
     for num_shared, num_tokens in [(80, 80), (76, 40), (60, 40), (40, 40), (39, 0)]:
         other = make_sequence(1, [*prompt.token_ids[:num_shared], 9, 9])
         assert kv.lookup(other).num_tokens // 4 * 4 == num_tokens
-
-
-@pytest.mark.parametrize(
-    ("depth", "mode"), [(1, None), (2, None), (3, None), (1, "swap"), (1, "recompute")]
-)
-def test_samples_share_the_tokens_of_a_step(
-    depth: int, mode: Literal["swap", "recompute"] | None
-) -> None:
-    """So their windows need not all have room for the longest chunk at once."""
-    specs: list[KVSpec] = [FullAttention(), SlidingWindow(6)]
-    full = 4 * 20 - 3 * 15  # the prompt has 15 blocks
-    windows = sum(specs[1].max_blocks(80, BLOCK_SIZE, chunk) for chunk in (32, 16, 10, 8))
-    assert windows < 4 * specs[1].max_blocks(80, BLOCK_SIZE, 32)
-    with pytest.raises(RequestTooLong, match=f"need {full + windows} KV blocks"):
-        World(full + windows - 1, specs=specs, max_num_batched_tokens=32).add("wide", 60, 20, n=4)
-    world = World(full + windows, 100, depth, specs=specs, max_num_batched_tokens=32)
-    request = world.add("wide", 60, 20, n=4)
-    for _ in range(8):
-        world.step()
-    if mode is not None:
-        preempt(world, request, mode)
-    world.run()
-    assert [seq.num_output_tokens for seq in request.finished] == [20] * 4

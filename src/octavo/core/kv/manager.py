@@ -129,18 +129,11 @@ class KVCacheManager:
 
     def worst_case_blocks(self, request: Request, chunk: int) -> int:
         """The most blocks that a request may hold. Samples and beams always share the full blocks
-        of the prompt and all of the encoder's input, but nothing else is certain to be shared.
-
-        They also share the tokens of a step: the sequence that computes the n-th most of them
-        computes at most `chunk / n`.
-        """
+        of the prompt and all of the encoder's input, but nothing else is certain to be shared."""
         method = request.method
-        own = sum(
-            self.num_blocks_for(method.max_length, chunk // number)
-            for number in range(1, method.max_sequences + 1)
-        )
+        each = self.num_blocks_for(method.max_length, chunk)
         shared = self.num_shared_blocks(request.num_prompt_tokens, method.max_length)
-        own -= (method.max_sequences - 1) * shared
+        own = method.max_sequences * each - (method.max_sequences - 1) * shared
         return own + self.num_encoder_blocks(len(request.encoder_token_ids))
 
     def num_encoder_blocks(self, num_tokens: int) -> int:

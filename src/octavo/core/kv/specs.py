@@ -42,7 +42,7 @@ class KVSpec(Protocol):
 
     def max_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at any moment, if at most `chunk`
-        of them, perhaps none, are computed in one step; it never shrinks as `chunk` grows."""
+        of them are computed in one step."""
 
 
 @dataclass(frozen=True, slots=True)
