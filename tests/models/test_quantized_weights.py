@@ -796,6 +796,16 @@ def test_granularities_of_torchao(granularity: Any, message: str | None, tmp_pat
         loaded(directory)
 
 
+def bits_of_modules(groups: dict[str, Any], *names: str) -> list[int | None]:
+    """How compressed-tensors' groups quantize modules of x."""
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    fields = {"quantization_config": method | {"config_groups": groups}}
+    quantization = read_quantization(Fields("config.json", fields))
+    assert quantization is not None
+    found = [quantization.of_module(f"x.{name}") for name in names]
+    return [each.num_bits for each in found if each is not None]
+
+
 def test_the_first_of_several_patterns_is_that_of_the_library() -> None:
     """It sorts them, whichever group they are in; names come before, and the class behind."""
 
@@ -803,12 +813,7 @@ def test_the_first_of_several_patterns_is_that_of_the_library() -> None:
         return {"targets": list(targets), "weights": weights_of(bits, 32)}
 
     groups = {"a": group(8, "re:.*proj", "x.up_proj"), "b": group(4, "re:.*o_proj", "Linear")}
-    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    fields = {"quantization_config": method | {"config_groups": groups}}
-    quantization = read_quantization(Fields("config.json", fields))
-    assert quantization is not None
-    found = [quantization.of_module(f"x.{name}") for name in ("o_proj", "k_proj", "up_proj", "fc")]
-    assert [each.num_bits for each in found if each is not None] == [4, 8, 8, 4]
+    assert bits_of_modules(groups, "o_proj", "k_proj", "up_proj", "fc") == [4, 8, 8, 4]
 
 
 def test_the_last_group_with_a_target_is_that_of_the_library() -> None:
@@ -818,12 +823,7 @@ def test_the_last_group_with_a_target_is_that_of_the_library() -> None:
         "a": {"targets": [*targets, "x.own"], "weights": weights_of(8, 32)},
         "b": {"targets": targets, "weights": weights_of(4, 32)},
     }
-    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    fields = {"quantization_config": method | {"config_groups": groups}}
-    quantization = read_quantization(Fields("config.json", fields))
-    assert quantization is not None
-    found = [quantization.of_module(f"x.{name}") for name in ("fc", "o_proj", "other", "own")]
-    assert [each.num_bits for each in found if each is not None] == [4, 4, 4, 8]
+    assert bits_of_modules(groups, "fc", "o_proj", "other", "own") == [4, 4, 4, 8]
 
 
 @pytest.mark.parametrize(

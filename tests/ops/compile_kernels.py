@@ -154,6 +154,17 @@ def prompts_on_hopper() -> None:
         attend(query, cache, numbers, numbers[0], output, 0.1, cap, sinks, window, tile, is_causal)
 
 
+def dequantized_blocks() -> None:
+    """attention_dequantized.py's kernel into both types."""
+    from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
+
+    cache = torch.zeros(2, 3, 2, 16, 64, dtype=torch.float8_e4m3fn)
+    numbers = torch.zeros(1, 4, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        blocks = DequantizedBlocks([cache[0].numel()], dtype, cache.device, room=1 << 20)
+        blocks.fill(cache, numbers, numbers[0])
+
+
 def clusters() -> None:
     """attention_decode_cluster.py's kernel with heads of all sizes, groups of one and of many
     heads, and all features."""
@@ -692,6 +703,7 @@ if __name__ == "__main__":
     experts()
     attention()
     prompts_on_hopper()
+    dequantized_blocks()
     clusters()
     encoders()
     norms()

@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gluon_emulator import Emulated
 
-from octavo.ops.cuda import attention, attention_cascade, attention_decode
+from octavo.ops.cuda import (
+    attention,
+    attention_cascade,
+    attention_decode,
+    attention_prefill_hopper,
+)
 
 HAS_GPU = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -36,6 +42,14 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for config in configs:
         config.cache_clear()
+
+
+@pytest.fixture
+def emulated_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt kernel of Hopper GPUs, carried out by the emulator of three SMs."""
+    kernel = Emulated(attention_prefill_hopper.prefill_hopper_kernel)
+    monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper_kernel", kernel)
+    monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gluon_emulator import Emulated
 from paged_cases import BOUND, attend, distance, make_paged
 from torch import Tensor
 
@@ -212,12 +211,10 @@ def test_heads_of_256_take_less_where_shared_memory_is_scarce(group: int) -> Non
 
 
 @pytest.fixture
-def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def hopper(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
     """A Hopper GPU, or three emulated SMs."""
     if device.type == "cpu":
-        kernel = Emulated(attention_prefill_hopper.prefill_hopper_kernel)
-        monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper_kernel", kernel)
-        monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
+        request.getfixturevalue("emulated_prefill")
     elif torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     return device

@@ -32,7 +32,6 @@ from octavo.ops.cuda import (
     attention,
     attention_decode_cluster,
     attention_dequantized,
-    attention_prefill_hopper,
 )
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
@@ -163,6 +162,7 @@ HOPPER_FP8_CASES = [
 
 
 @pytest.mark.skipif(GPU, reason="other tests run the kernels on the GPU")
+@pytest.mark.usefixtures("emulated_prefill")
 @pytest.mark.parametrize("case", HOPPER_FP8_CASES, ids=describe)
 def test_prompts_over_an_fp8_cache_on_hopper_gpus(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -175,9 +175,6 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
         filled.append(spans)
         return fill(blocks, cache, table, spans)
 
-    kernel = gluon_emulator.Emulated(attention_prefill_hopper.prefill_hopper_kernel)
-    monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper_kernel", kernel)
-    monkeypatch.setattr(attention_prefill_hopper, "num_sms", lambda device: 3)
     monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
     monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
     monkeypatch.setattr(attention_dequantized, "_LEAST_WORK", 1)

@@ -37,7 +37,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The largest exponent of MXFP4 with which float32 and bfloat16 hold all numbers: the largest one is
 # then 6 times 2^(252 - 127). 255 stands for NaN.
 MX_LARGEST = 252
-LARGEST = torch.finfo(torch.bfloat16).max  # which float32 holds, too
+_LARGEST = torch.finfo(torch.bfloat16).max  # which float32 holds, too
 
 
 class StoredTensor(Protocol):
@@ -647,12 +647,12 @@ def _check_scales(
         raise FormatError(
             name, f"has {float(scale[tuple(index)]):g} at {index}; scales are finite and {sign}"
         )
-    if float(largest) * most > LARGEST:
+    if float(largest) * most > _LARGEST:
         index = _first(wide == largest)
         raise FormatError(
             name,
             f"has {float(scale[tuple(index)]):g} at {index}; weights, which are scales times up to "
-            f"{most:g}, are at most {LARGEST:.3g}",
+            f"{most:g}, are at most {_LARGEST:.3g}",
         )
 
 

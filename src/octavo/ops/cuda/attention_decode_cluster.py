@@ -122,10 +122,8 @@ def cluster_config(
     _, most, most_of_wide = CONTEXT_LIMITS
     if not narrow.takes(dtype, head_dim, group) or num_pairs > 8:
         return None
-    has_few_pairs = num_pairs <= 4
-    finally_longest = longest + MOST_CONTINUED
-    most_cached = min(finally_longest, window or finally_longest) - 1
-    if has_few_pairs and most_cached <= _KEYS_OF_TILES:
+    has_few_pairs, last_longest = num_pairs <= 4, longest + MOST_CONTINUED
+    if has_few_pairs and min(last_longest, window or last_longest) - 1 <= _KEYS_OF_TILES:
         return _ONE_TILE
     if head_dim > 128:
         return None

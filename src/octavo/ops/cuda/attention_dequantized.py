@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda.attention_work_items import Int32s, Sequences
+from octavo.ops.cuda.attention_work_items import Int32s, Sequences, parts_of, starts_of
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
 _ROOM = 256 << 20  # bytes: 65,536 tokens of 8 KV heads of 128
@@ -87,11 +87,9 @@ class DequantizedBlocks:
             return None
         if int(counts.sum()) > self._most_blocks[block_elements]:
             return None
-        starts = (counts.cumsum() - counts).astype(np.int32)
-        num_spans = -(-counts // _SPAN)
-        seq = np.arange(len(counts)).repeat(num_spans)
-        first = np.arange(len(seq)) - (num_spans.cumsum() - num_spans).take(seq)
-        first *= _SPAN
+        starts = starts_of(counts).astype(np.int32)
+        seq, number = parts_of(-(-counts // _SPAN))
+        first = number * _SPAN
         spans = np.empty((len(seq), _FIELDS), np.int32)
         spans[:, 0] = seqs.rows.take(seq)
         spans[:, 1] = firsts.take(seq) + first

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from octavo.ops.base import LOG2_E, LayerSpec, RelativeBias
 from octavo.ops.bidirectional import BidirectionalAttention
-from octavo.ops.cuda.attention_work_items import Int32s
+from octavo.ops.cuda.attention_work_items import Int32s, parts_of
 from octavo.ops.cuda.paged import LOWEST, precision_of
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2, shared_memory
@@ -130,8 +130,8 @@ def encoder_items(lens: Int32s, queries: int) -> Int32s:
     ends = lens.cumsum(dtype=np.int32)
     order = (-lens).argsort(kind="stable")
     counts = -(-lens.take(order) // queries)
-    which = order.repeat(counts)
-    number = np.arange(len(which)) - (counts.cumsum() - counts).repeat(counts)
+    which, number = parts_of(counts)
+    which = order.take(which)
     items = np.zeros((len(which), _ITEM_FIELDS), np.int32)
     items[:, 0] = (ends - lens).take(which)
     items[:, 1] = ends.take(which)

@@ -11,6 +11,7 @@ from octavo.ops.base import MAX_CASCADE_LEVELS, CascadeSegments
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
 MIN_PREFILL_SPLIT = 512  # keys, the same of prompts
@@ -64,6 +65,19 @@ class DecodeWork(NamedTuple):
     first_places: Int32s  # [num_seqs]: of sequences with several partial results
 
 
+def parts_of(counts: Int32s | Int64s) -> tuple[Int64s, Int64s]:
+    """Of each i there are `counts[i]` parts, in this order: which i each is of, and which of its
+    parts it is."""
+    which = np.arange(len(counts)).repeat(counts)
+    return which, np.arange(len(which)) - starts_of(counts).take(which)
+
+
+def starts_of(counts: Int32s | Int64s) -> Int64s:
+    """How many parts come before the first one of each i: see parts_of."""
+    starts: Int64s = counts.cumsum() - counts
+    return starts
+
+
 def cascade_work(
     seqs: Sequences,
     segments: CascadeSegments | None,
@@ -100,8 +114,7 @@ def cascade_work(
     if num_places > MAX_CASCADE_RESULTS or int(per_segment.sum()) > len(items):
         return empty
 
-    which = np.arange(len(sizes)).repeat(per_segment)
-    number = np.arange(len(which)) - (per_segment.cumsum() - per_segment).take(which)
+    which, number = parts_of(per_segment)
     split, length = number % counts.take(which), lengths.take(which)
     first = number // counts.take(which) * members_per_item
     used = items[: len(which)]
@@ -116,9 +129,9 @@ def cascade_work(
     ends[segments.members] = segments.ends.repeat(sizes)  # a sequence's last segment comes last
     # By sequence, in the order of its segments: partial results follow each other.
     order = segments.members.argsort(kind="stable")
-    behind = results.take(order).cumsum() - results.take(order)
+    behind = starts_of(results.take(order))
     places = np.empty(len(order), np.int32)
-    places[order] = behind - (num_results.cumsum() - num_results).take(segments.members.take(order))
+    places[order] = behind - starts_of(num_results).take(segments.members.take(order))
     return CascadeWork(items, segments.members, places, ends, num_results)
 
 
@@ -180,19 +193,18 @@ def decode_items(
     order = (-sizes).argsort(kind="stable")
     items = np.zeros((capacity, ITEM_FIELDS), np.int32)
     num_items = len(tokens)
-    split: Int32s | int = 0
+    split: Int64s | int = 0
     first_places = np.zeros(num_items, np.int32)
     if cascade is not None and splits is None:
         splits = np.ones_like(lens)
     if splits is not None:
         counts = splits.take(order)
-        which = np.arange(num_items).repeat(counts)
+        which, split = parts_of(counts)
         num_items = len(which)
-        split = np.arange(num_items) - (counts.cumsum() - counts).take(which)
         done = np.zeros_like(counts) if cascade is None else cascade.counts.take(order)
         # Only sequences with several partial results need places for them.
         needed = np.where(counts + done > 1, counts + done, 0)
-        places = needed.cumsum() - needed
+        places = starts_of(needed)
         first_places[order] = places
         items[:num_items, 5] = split + done.take(which)
         items[:num_items, 6] = (counts + done).take(which)
@@ -283,8 +295,8 @@ def prefill_items(
     """
     tokens, rows, contexts, lens = seqs
     counts = -(-lens // tokens_per_item)
-    seq = np.arange(len(lens)).repeat(counts)
-    offset = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * tokens_per_item
+    seq, number = parts_of(counts)
+    offset = number * tokens_per_item
     position = contexts[seq] - lens[seq] + offset
     count = np.minimum(lens[seq] - offset, tokens_per_item)
     begin = np.zeros_like(position)
@@ -311,20 +323,19 @@ def _split_items(items: Int32s, tile: int, at_once: int) -> Int32s:
     sizes = (items[:, 4] - items[:, 2]).astype(np.int64)
     size = max(-(-int(sizes.sum()) // at_once), MIN_PREFILL_SPLIT)
     size = -(-size // tile) * tile
-    counts = np.where(2 * sizes > 3 * size, -(-sizes // size), 1)
-    which = np.arange(len(items)).repeat(counts)
-    split = np.arange(len(which)) - (counts.cumsum() - counts).take(which)
-    places = np.where(counts > 1, counts, 0)
-    parts = items.take(which, axis=0)
-    is_split = counts.take(which) > 1
-    begin = parts[:, 2] + split * size
-    parts[:, 4] = np.where(is_split, np.minimum(begin + size, parts[:, 4]), parts[:, 4])
-    parts[:, 2] = begin
-    parts[:, 3] = np.where(is_split, parts[:, 3].clip(begin, parts[:, 4]), parts[:, 3])
-    parts[:, 8] = split
+    is_split = 2 * sizes > 3 * size
+    if not is_split.any():
+        return items
+    counts = -(-sizes[is_split] // size)
+    which, number = parts_of(counts)
+    parts = items[is_split].take(which, axis=0)
+    parts[:, 2] += number * size
+    parts[:, 4] = np.minimum(parts[:, 2] + size, parts[:, 4])
+    parts[:, 3] = parts[:, 3].clip(parts[:, 2], parts[:, 4])
+    parts[:, 8] = number
     parts[:, 9] = counts.take(which)
-    parts[:, 10] = (places.cumsum() - places).take(which)
-    return parts
+    parts[:, 10] = starts_of(counts).take(which)
+    return np.concatenate([items[~is_split], parts])
 
 
 def prefill_places(at_once: int) -> int:
