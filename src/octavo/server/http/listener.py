@@ -188,7 +188,7 @@ class HttpServer:
 
 
 def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
-    """Serves connections beyond the limit: /health as always, and 503 for everything else."""
+    """Serves connections beyond the limit: OPEN_PATHS as always, and 503 for everything else."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         def closing_send(message: Message) -> Awaitable[None]:
