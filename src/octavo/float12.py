@@ -20,7 +20,8 @@ _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
 _LEAST_OF_ONE = 20 << 20  # weights that one token reads from a copy
 _LEAST_OF_CHAINED = 7 << 20  # the same, where rings read copies
 MOST_OF_EXPERT = 64  # tokens of one expert that its copy is multiplied by at once
-# Of one token, whose experts are read from copies: of gates, and of all down projections together.
+# The most inputs that one token may have whose experts are read from copies: inputs of gates, and
+# of all its down projections together.
 MOST_GATE_INPUTS, MOST_DOWN_INPUTS = 4096, 8192
 _LEAST_OF_EXPERTS = 24 << 20  # weights of the experts that some tokens take, read from copies
 
@@ -32,7 +33,7 @@ def has_use(num_rows: int, size: int) -> bool:
 
 
 def copy_bytes(num_rows: int, size: int) -> int:
-    """Of whole pieces, and of a scale in float32 for each row."""
+    """Bytes of a copy of W [num_rows, size]: whole pieces, and a float32 scale for each row."""
     num_pieces = -(-num_rows // PIECE_ROWS)
     return num_pieces * PIECE_ROWS * size * 3 // 2 + 4 * num_rows
 

@@ -41,7 +41,8 @@ END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"
 MARIAN_FILES = "source.spm", "vocab.json"  # target.spm has no piece that vocab.json lacks
 T5_FILE, T5_TYPES = "spiece.model", ("t5", "mt5")
 T5_EXTRA_IDS = 100  # tokens for spans that are left out, unless tokenizer_config.json says how many
-# Of pieces that only the target has: taken for what the source has no piece for, and nothing else.
+# Score of pieces that only the target has: they are taken for text that the source has no piece
+# for, and for nothing else.
 FOREIGN_SCORE = -1e9
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 

@@ -37,9 +37,9 @@ from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
-# Of the room beside the weights, what copies of them may take in any case, unless they are
-# dequantized and would be those of some layers only: these gain little. What a KV cache of
-# `max_num_seqs` sequences of CONTEXT tokens leaves, they may take, too.
+# The share of the room beside the weights that copies of them may take in any case, unless they are
+# dequantized and would be those of some layers only: these gain little. They may also take what a
+# KV cache of `max_num_seqs` sequences of CONTEXT tokens leaves.
 COPIES_SHARE = 0.125
 LATER = 2 << 30  # bytes for what is measured once copies are made: CUDA graphs and workspaces
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
@@ -71,7 +71,7 @@ class Estimate:
         total: int,
         kernels: WeightKernels,
     ) -> Estimate:
-        """Of `total` bytes of a device with such kernels, for one of
+        """How `total` bytes of a device with such kernels are used by one of
         `config.tensor_parallel_size` shards of a model that is computed in `dtype`.
 
         KV is counted without an attention backend's padding of heads.
@@ -239,7 +239,7 @@ def _most_copies(
 
 
 def _kv_shape(config: EngineConfig, shard: ModelConfig, dtype: str) -> KVShape:
-    """Of one device, without an attention backend's padding of heads."""
+    """The KV of one device, without an attention backend's padding of heads."""
     return KVShape.dense(
         group_layers(shard.kv_specs()),
         config.cache.block_size,

@@ -173,7 +173,8 @@ class Request:
         self.reading = reading_of(sampling)
         self.first_token_time: float | None = None
         self.num_preemptions = 0
-        # Of the encoder's input and the prompt, found in the prefix cache at first admission.
+        # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
+        # request was first admitted.
         self.num_cached_tokens = 0
         # Maintained by the scheduler and its policy.
         self.number = 0  # order of arrival

@@ -28,8 +28,8 @@ class Grammar:
 
     # A lenient schema is kept to as far as the library knows its keywords.
     kind: Literal["json_schema", "lenient_schema", "regex", "choice", "lark", "parts"]
-    # Of "choice": a JSON list of strings. Of "parts": a JSON list of [name, kind, source], of which
-    # the first is the grammar, and names the others.
+    # The source of a "choice" is a JSON list of strings. That of "parts" is a JSON list of [name,
+    # kind, source]: the first is the grammar, which refers to the others by their names.
     source: str
     field: str = field(default="structured", compare=False)  # what errors about it name
 

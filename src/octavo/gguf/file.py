@@ -35,7 +35,7 @@ MAX_ARRAY_LENGTH = 1 << 24  # vocabularies have up to some 300,000 tokens
 MAX_DIMS = 4
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
-# Of a value's type: how struct reads it. The others are strings and arrays.
+# By the type of a value: the format with which struct reads it. Strings and arrays have none.
 _FORMATS = {
     0: "B",
     1: "b",

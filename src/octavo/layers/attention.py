@@ -93,7 +93,7 @@ class QueryScale:
     """What queries are multiplied by, in all layers that share it; see QueryScaleConfig."""
 
     factors: Tensor
-    """Of the queries of a step: float32 [num_tokens, 1, 1]."""
+    """What the queries of the current step are multiplied by: float32 [num_tokens, 1, 1]."""
 
     def __init__(self, config: QueryScaleConfig, max_positions: int, device: torch.device) -> None:
         periods = torch.arange(max_positions, device="cpu") // config.period

@@ -307,7 +307,8 @@ class AttentionConfig:
 
     @property
     def query_key_norms(self) -> tuple[NormConfig, NormConfig] | None:
-        """Of queries and of keys, each as it is applied to its rows."""
+        """The norms of queries and of keys, each as it is applied to its rows, if there are
+        some."""
         assert self.head_norm is None or self.width_norm is None, "heads are normalised once"
         if self.width_norm is not None:
             query_size, kv_size, _ = self.qkv.out_sizes

@@ -212,7 +212,7 @@ class LoadedExperts(ExpertsMethod):
         return self._kernel if isinstance(self._kernel, RoutingExpertsKernel) else None
 
     def _biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of gates and ups, and of the down projections."""
+        """The biases of gates and ups, and those of the down projections; None: there are none."""
         up, down = self.up_bias, self.down_bias
         return None if up is None else up.detach(), None if down is None else down.detach()
 

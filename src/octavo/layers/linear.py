@@ -323,8 +323,13 @@ def _target(
     inner_shape: tuple[int, ...] = (),
     inner_index: tuple[slice, ...] = (),
 ) -> WeightTarget:
-    """Of a tensor in which a checkpoint has merged the projections with these ranges of outputs;
-    `parts` are where they go, and none where this rank keeps nothing."""
+    """The target of a tensor in which a checkpoint has merged projections.
+
+    Args:
+        ranges: of each projection: its outputs in the checkpoint, and which of them this rank has.
+        parts: where these go; none if this rank keeps nothing.
+        inner_shape, inner_index: the tensor's other dimensions, and what this rank has of them.
+    """
     begin, slices = 0, []
     for (size, outputs), part in zip(ranges, parts, strict=False):
         index = slice(begin + outputs.start, begin + outputs.stop)

@@ -37,7 +37,7 @@ class WeightFiles(Protocol):
         """
 
     def kv_scales(self) -> list[KVScales]:
-        """Of each attention layer; 1 where the files have none."""
+        """The scales of cached keys and values, by attention layer; 1 where the files have none."""
 
 
 class Checkpoint(Protocol):

@@ -358,7 +358,7 @@ class ModelDescription:
 
     @property
     def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
-        """Of each layer, all that may have copies."""
+        """For each layer, the projections and experts that may have copies."""
         return tuple(map_distinct(lambda each: each.copyable, self.layers))
 
     def with_linear_method(self, method: str) -> Self:

@@ -552,7 +552,7 @@ def _generation(file: GgufFile) -> Fields:
 
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
-    """Of a model whose matrices are stored so; quantized ones are computed with in bfloat16."""
+    """The dtype that the matrices are stored in; bfloat16 if they are quantized or differ."""
     types = {each.type for name, each in tensors.items() if PROJECTION.fullmatch(name)}
     found = {DENSE_TYPES.get(each, "bfloat16") for each in types}
     return found.pop() if len(found) == 1 else "bfloat16"

@@ -419,7 +419,7 @@ def _rounded(
 
 
 def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
-    """Of [out_features, in_features]."""
+    """Quantize a weight [out_features, in_features]; None: it does not fit the format."""
     if quantization.block:  # parts would have lower ones
         return _form_of_rows(dense, quantization)
     num_rows, num_columns = dense.shape
@@ -433,7 +433,7 @@ def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | Non
 
 
 def _form_of_rows(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
-    """Of a few outputs, [num_rows, in_features]."""
+    """The same for a few outputs [num_rows, in_features] at once."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)

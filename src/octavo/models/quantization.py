@@ -27,7 +27,7 @@ WeightKernels = Literal["hopper", "ada", "ampere", "cpu", "none"]
 
 
 class KeptParts(NamedTuple):
-    """Of which weights a device keeps the quantized form; others are dequantized."""
+    """Which weights a device keeps in their quantized form; it dequantizes the others."""
 
     projections: bool
     experts: bool
@@ -235,7 +235,7 @@ def _whole_pair(fields: Fields, name: str) -> tuple[int, int]:
     return rows, columns
 
 
-# Of which kind the weights of each format of compressed-tensors are; None: their dtype says it.
+# What kind of numbers each format of compressed-tensors holds; None: the dtype of its tensors says.
 COMPRESSED: Mapping[str, str | None] = {
     "float-quantized": "float",
     "int-quantized": "int",
@@ -313,7 +313,7 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
 
 
 def _of_groups(groups: Sequence[Group]) -> Quantization:
-    """Of modules that are stored in these ways; by itself, what they have in common."""
+    """How modules of these groups are stored: what all groups have in common."""
     first, *others = (each.quantization for each in groups)
     if all(other == first for other in others):
         return first

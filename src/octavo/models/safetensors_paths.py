@@ -47,7 +47,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def tensor_names(directory: Path) -> Collection[str]:
-    """Of all tensors in the weight files; none if there are no such files.
+    """The names of all tensors in the weight files; none if there are no such files.
 
     Raises ModelError about files that cannot be read.
     """

@@ -45,7 +45,7 @@ class ModelSource(Protocol):
         """What the files call the weights of a family."""
 
     def tensor_names(self) -> Collection[str]:
-        """Of the weights; none where a model is only described."""
+        """The names of the weights; none where a model is only described."""
 
     def transformers_directory(self) -> Path:
         """What transformers reads the model from. Raises ConfigError if it cannot."""

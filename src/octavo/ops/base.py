@@ -474,7 +474,7 @@ class ContinuingBackend(Protocol):
     MOST_CONTINUED steps may follow a planned one."""
 
     def decode_items(self) -> list[DecodeItems]:
-        """Of the step planned last, which computes one token of each sequence."""
+        """The work items of the step planned last, which computes one token of each sequence."""
 
 
 @runtime_checkable

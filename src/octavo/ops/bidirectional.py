@@ -87,7 +87,7 @@ class TorchBidirectional(BidirectionalAttention):
         return output if bias is None else output.flip(1)
 
     def _biases(self, bias: RelativeBias, num_tokens: int, dtype: torch.dtype) -> Tensor:
-        """Of an input's queries, from the last one to the first [num_heads, num_tokens, keys].
+        """Biases of an input's queries, from the last to the first: [num_heads, num_tokens, keys].
 
         Biases depend on the distance alone, so in this order the row of each query is that of the
         query before it, moved by one: all rows lie in a line of two rows' length. Held one by one,

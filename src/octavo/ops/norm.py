@@ -39,7 +39,7 @@ class DeferredNorm(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the norm's result."""
+        """The dtype of the norm's result."""
         return self.x.dtype if self.residual is None else self.residual.dtype
 
 

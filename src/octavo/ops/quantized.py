@@ -384,7 +384,7 @@ class GroupedInt(QuantizedWeight):
         permutation: Tensor | None = None,
         quantizes_inputs: bool = False,
     ) -> Self:
-        """Of integers uint8 [..., out_features, in_features], one in each byte."""
+        """Pack integers uint8 [..., out_features, in_features], one in each byte."""
         if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
             zeros = None
         if permutation is not None:
@@ -503,7 +503,7 @@ class MxFloat4(QuantizedWeight):
 
     @classmethod
     def from_values(cls, values: Tensor, exponents: Tensor) -> Self:
-        """Of e2m1 uint8 [..., out_features, in_features], one in each byte."""
+        """Pack e2m1 uint8 [..., out_features, in_features], one in each byte."""
         return cls(values[..., ::2] | (values[..., 1::2] << 4), exponents)
 
     @classmethod

@@ -44,7 +44,7 @@ class Question:
     """The first one is taken where nothing is measured; their `repr`s are the answers in the
     file."""
     rows: int
-    """Of the inputs; questions of few rows, of which steps have the most, are answered first."""
+    """Rows of the inputs. Questions about few rows, as most steps have them, are answered first."""
     work: Callable[[Any, int], Work]
     """The i-th call that computes once by this option, with weights of its own."""
     num_works: int
@@ -224,7 +224,7 @@ class TuningFile:
 
 
 def _fastest(usual: Hashable, times: Mapping[Any, float]) -> Any:
-    """Of options that take so long."""
+    """The option that takes least time; the usual one, unless another is faster by a margin."""
     best = min(times, key=lambda option: times[option])
     if usual in times and times[best] > _MARGIN * times[usual]:
         return usual

@@ -38,7 +38,7 @@ class JsonCalls:
         self._paths = paths
         self._given_name = name
         self._level = 1 if paths.layout == "list" else 0  # at which values are calls
-        # Of the open objects and arrays: the member's name, or None in an array.
+        # For each open object or array: the name of the open member, or None in an array.
         self._keys: list[str | None] = []
         self._kinds: list[str] = []
         self._expects: Literal["value", "first", "key", "colon", "comma", "nothing"] = "value"

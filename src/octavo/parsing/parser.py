@@ -264,7 +264,7 @@ class ResponseParser:
         self._drops_spaces = True
 
     def _begun(self, events: Sequence[Event]) -> list[Event]:
-        """Of a prefix's events, those of the call that it leaves open, as the first call."""
+        """The events of the call that a prefix leaves open, as those of the first call."""
         last = self._num_calls - 1
         own = [each for each in events if isinstance(each, ToolCallBegin | ToolCallArguments)]
         is_open = last >= 0 and ToolCallEnd(last) not in events

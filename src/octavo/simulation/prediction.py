@@ -26,7 +26,8 @@ class StepPredictor:
         return self._cost_model.gpu.name
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of a step with its moves of blocks; called once for each plan, in their order."""
+        """Seconds that a step takes, and its moves of blocks; called once for each plan, in
+        order."""
         return self._cost_model.seconds(self._rows.follow(plan))
 
 

@@ -154,7 +154,7 @@ class Rotary(nn.Module):
         return self._tables[kind]
 
     def forward(self, x: Tensor, position_ids: Tensor, *kind: object, **named: object) -> object:
-        """Of positions [1, num_tokens]: [1, num_tokens, size] each, in the dtype of x."""
+        """Cosines and sines [1, num_tokens, size] of positions [1, num_tokens], in x's dtype."""
         cos, sin = self._tables[(*kind, *named.values())]
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
@@ -178,12 +178,12 @@ def replace_modules(built: Built, dtype: torch.dtype, config: TransformersConfig
 
 
 def layer_number(path: str) -> int | None:
-    """Of the layer that a module is in, by its path; None: it is in none."""
+    """The number of the layer that a module is in, by its path; None: it is in none."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 
 def linear_config(linears: Sequence[nn.Linear]) -> LinearConfig:
-    """Of one projection, or of several of one input, merged."""
+    """The shape of a projection, or of several with the same input that are merged."""
     first, sizes = linears[0], tuple(each.out_features for each in linears)
     return LinearConfig(first.in_features, sizes, first.bias is not None)
 

@@ -140,7 +140,7 @@ def _check_feed_forward(config: Fields, kind: MLPKind) -> None:
 
 
 def _read_bias(config: Fields, num_heads: int) -> RelativeBiasConfig:
-    """Of the decoder; ModelError if its buckets do not reach the distance."""
+    """The decoder's relative biases. Raises ModelError if its buckets do not reach the distance."""
     num_buckets = config.count("relative_attention_num_buckets", 32, MAX_BUCKETS)
     max_distance = config.count("relative_attention_max_distance", 128, MAX_DISTANCE)
     if num_buckets % 4 or 2 * max_distance <= num_buckets:

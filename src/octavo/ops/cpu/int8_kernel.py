@@ -52,7 +52,7 @@ tokens that a single thread rounds before, with its strides in elements; 0: x is
 
 @inlined
 def _set_shapes(rows: int) -> None:
-    """Of tiles of tokens and of sums: so many rows; of those of weights: 16."""
+    """Give the tiles of tokens and of sums `rows` rows, and those of weights 16."""
     palette = np.zeros(64, np.uint8)
     palette[0] = 1
     for register in range(8):

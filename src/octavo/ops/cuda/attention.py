@@ -94,7 +94,7 @@ class _Shape:
 
     @property
     def block_elements(self) -> int:
-        """Of keys and values of one layer."""
+        """Elements of a block, keys and values, in one layer."""
         return self.num_kv_heads * 2 * self.block_size * self.head_dim
 
     def keys_of(self, causal: Sequences, encoded: Sequences | None) -> Sequences:
@@ -486,7 +486,8 @@ class TritonBackend:
         return output
 
     def _attend_prompts(self, layer: _Layer, query: Tensor, table: Tensor, output: Tensor) -> None:
-        """Of the planned step, whose keys and values are written; into the prompts' rows."""
+        """Attend for the prompts of the planned step, into their rows of `output`. Their keys and
+        values are in the cache."""
         prefill, cache, spec = self._prefills[layer.shape], layer.cache, layer.spec
         if prefill.spans is not None:
             assert self._dequantized is not None, "it has planned the spans"

@@ -545,7 +545,7 @@ def _layouts(group: int, head_dim: int, num_warps: int) -> dict[str, Any]:
 
 
 def _inbox_bytes(group: int, head_dim: int, num_warps: int) -> int:
-    """Of a barrier, maxima and sums of weights, results; and what the warps keep."""
+    """Bytes for a barrier, maxima and sums of weights, results, and what the warps keep."""
     line = (group * head_dim // _CLUSTER + 8) * 4
     kept = num_warps * group * (head_dim * 4 + 16)
     return int(BARRIER_BYTES.value) + _CLUSTER * (8 + line) + kept

@@ -66,8 +66,8 @@ class DecodeWork(NamedTuple):
 
 
 def parts_of(counts: Int32s | Int64s) -> tuple[Int64s, Int64s]:
-    """Of each i there are `counts[i]` parts, in this order: which i each is of, and which of its
-    parts it is."""
+    """Number the parts of work items, of which item i has `counts[i]`: for each part, in order, its
+    item, and its number among those of the item."""
     which = np.arange(len(counts)).repeat(counts)
     return which, np.arange(len(which)) - starts_of(counts).take(which)
 

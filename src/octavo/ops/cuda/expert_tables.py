@@ -83,7 +83,7 @@ def _to_float8(words, shifts, LAYOUT: gl.constexpr):
     WORDS: gl.constexpr = words.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=4)
     none = gl.zeros(words.shape, gl.int32, WORDS)
-    # Of each word c and half h, e4m3 [ROWS, 16].
+    # Eight tensors e4m3 [ROWS, 16], one for each word c and half h.
     parts = gl.inline_asm_elementwise(
         _TO_FLOAT8,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
@@ -129,22 +129,22 @@ class ExpertTables:
 
     @property
     def num_rows(self) -> int:
-        """Of each expert."""
+        """Rows of each expert."""
         return self.factors.shape[1]
 
     @property
     def num_tiles(self) -> int:
-        """Of each expert."""
+        """Tiles of each expert."""
         return -(-self.num_first // ROWS)
 
     @property
     def num_blocks(self) -> int:
-        """Of BLOCK inputs."""
+        """Blocks of BLOCK inputs."""
         return -(-self.size // BLOCK)
 
     @classmethod
     def of(cls, form: MxFloat4, num_first: int | None = None) -> ExpertTables | None:
-        """Of [experts, num_rows, size].
+        """Arrange weights [experts, num_rows, size] for the kernel.
 
         Args:
             num_first: gates, which the ups follow. None: tiles are of two halves of the rows.

@@ -21,9 +21,8 @@ EXACT_TOKENS = 256
 HOPPER_EXACT_TOKENS = 16
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py and experts_hopper_float12.py
-# Of a thread of its programs when they start, which have 16 warps: what they leave of an SM's
-# registers is room for programs of the kernel that makes the lists, so that they start while it
-# runs.
+# Registers that each thread of its programs has at the start. With their 16 warps they leave room
+# on an SM for programs of the kernel that makes the lists, so that they start while it runs.
 HOPPER_REGISTERS = 112
 GATHERING_WARPS = 4
 GATHERING_REGISTERS = 88  # of a thread

@@ -99,17 +99,17 @@ class ExpertMatrices:
 
     @property
     def num_rows(self) -> int:
-        """Of each expert."""
+        """Rows of each expert."""
         return self.values.shape[1]
 
     @property
     def bits(self) -> int:
-        """Of a weight, without its scale."""
+        """Bits of a weight, without its scale."""
         return 4 if self.format.is_packed else 8 * self.values.element_size()
 
     @classmethod
     def of(cls, weight: Tensor | QuantizedWeight) -> ExpertMatrices | None:
-        """Of [experts, num_rows, size]; None if kernels do not know the form."""
+        """The matrices of a weight [experts, num_rows, size]; None if no kernel knows the form."""
         if isinstance(weight, Tensor):
             return cls(weight, Format.PLAIN, weight.shape[2])
         if isinstance(weight, ScaledFloat8):

@@ -59,7 +59,7 @@ _GROUP = tl.constexpr(Rounding.IN_TWO.group // BLOCK)  # steps whose inputs shar
 
 @gluon.jit
 def _block_of(lists, tile, row_tiles):
-    """Of a tile: its expert, and where its tokens begin and end."""
+    """The expert of a tile, and where its tokens begin and end in the lists."""
     block = tile // row_tiles
     expert = gl.load(lists[0] + block, cache_modifier=".cg")
     begin = gl.load(lists[1] + block, cache_modifier=".cg")
@@ -69,14 +69,14 @@ def _block_of(lists, tile, row_tiles):
 
 @gluon.jit
 def _work(num_blocks, shapes):
-    """Of gates and ups, and of down projections: how many tiles there are, and how many before."""
+    """How many tiles there are, and how many come before: of gates and ups, of down projections."""
     num_gates = num_blocks * shapes[0][1]
     return (num_gates, 0), (num_blocks * shapes[1][1], num_gates)
 
 
 @gluon.jit
 def shapes_of(num_inner, size, ROWS: gl.constexpr):
-    """Of both projections: outputs, tiles of rows, and rows of an expert."""
+    """The outputs, tiles of rows, and rows per expert of both projections."""
     return (
         (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
         (size, gl.cdiv(size, 2 * ROWS), size),
@@ -100,7 +100,7 @@ def await_gates(done, gate_tiles):
 
 @gluon.jit
 def _start():
-    """Of a partition, when it begins: the next tile, and how many claims and steps there were."""
+    """A partition's state when it begins: its next tile, and its claims and steps so far."""
     return gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
 
 
@@ -344,8 +344,9 @@ def _targets(
     GATED: gl.constexpr,
     STORE: gl.constexpr,
 ):
-    """Of the tokens of some places in the lists: the rows that results go to, -1 for none, and what
-    they are multiplied by. Asked for before a tile is multiplied, so as not to wait afterwards."""
+    """Where the results for some places in the lists go, -1 for nowhere, and what they are
+    multiplied by. These are loaded before a tile is multiplied, so that nothing waits for them
+    afterwards."""
     places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
     is_row = places < end
     share = 1.0

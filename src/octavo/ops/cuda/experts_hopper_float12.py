@@ -125,7 +125,7 @@ def mix_few_float12(
 
 
 def _descriptors(weight: Float12Weight) -> tuple[object, object]:
-    """Of words with signs, and of those with exponents, of all experts' rows."""
+    """TMA descriptors of all experts' rows: of the words with signs, and with exponents."""
     words = weight.words.view(len(weight.words), -1)
     pieces = ROWS // PIECE_ROWS
     return (

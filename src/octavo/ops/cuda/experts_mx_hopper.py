@@ -149,8 +149,8 @@ def split_kernel(
 
 @gluon.jit
 def _block_of(lists, tile, row_tiles, TOKENS: gl.constexpr, PARTS: gl.constexpr):
-    """Of a tile of TOKENS tokens: its expert, and where its tokens begin and end; a part without
-    tokens does not end behind where it begins."""
+    """The expert of a tile of TOKENS tokens, and where its tokens begin and end in the lists; a
+    part without tokens ends where it begins, or before."""
     place = tile // row_tiles
     block = place // PARTS
     expert = gl.load(lists[0] + block, cache_modifier=".cg")
@@ -370,7 +370,7 @@ def _sources(rows, begin, end, size, TOKENS: gl.constexpr, TOP_K: gl.constexpr):
 
 @gluon.constexpr_function
 def _copied_layout() -> gl.BlockedLayout:
-    """Of _COPIED rows of BLOCK numbers, in a warp that copies 16 bytes at once."""
+    """The layout of _COPIED rows of BLOCK numbers in a warp whose threads copy 16 bytes at once."""
     lanes = BLOCK // 16
     return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [1, 1], [1, 0])
 

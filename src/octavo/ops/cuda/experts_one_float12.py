@@ -97,8 +97,8 @@ def mix_one_float12(
 
 
 def _registers(tiles: int) -> int:
-    """Of a thread that loads the words of so many times eight pieces at once, each of which takes
-    12; gates and ups have two times so many."""
+    """Registers of a thread that loads the words of `tiles` times eight pieces at once, each of
+    which takes 12; gates and ups have two times so many."""
     return min(MOST_REGISTERS, (12 * tiles + 80) // 8 * 8)
 
 
@@ -200,7 +200,7 @@ def _gate_up_float12_kernel(
 def _expert_places(
     ids, tile, group, num_groups, TOP_K: gl.constexpr, PIECES: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Of eight pieces of the rows of all of the token's experts: where they are, and whether."""
+    """Where eight pieces of the rows of the token's experts are, and which of them exist."""
     piece = tile * _FOLD + gl.arange(0, _FOLD, layout=gl.SliceLayout(1, LAYOUT))
     is_piece = piece < TOP_K * PIECES
     expert = gl.load(ids + piece // PIECES, mask=is_piece, other=0, cache_modifier=".cg")

@@ -121,7 +121,7 @@ class Float8Projection(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Of 8 pieces, of a row."""
+        """Blocks of 8 pieces in a row."""
         blocks: int = triton.cdiv(self.matrices.size, _FOLD.value * BLOCK)
         return blocks
 
@@ -136,13 +136,13 @@ def takes_one(dtype: torch.dtype, up: Float8Projection, down: Float8Projection, 
 
 
 def _parts(up: Float8Projection) -> int:
-    """Of x."""
+    """How many parts x is loaded in."""
     parts: int = triton.cdiv(up.matrices.size, _PART.value * BLOCK)
     return parts
 
 
 def _batches(blocks: int) -> int:
-    """Of blocks of gates."""
+    """How many batches so many blocks of gates are loaded in."""
     batches: int = triton.cdiv(blocks, _BATCH.value)
     return batches
 
@@ -328,7 +328,7 @@ def _told_shares(source, TOP_K: gl.constexpr, RENORMALISES: gl.constexpr):
 
 @gluon.jit
 def _shares_of(source, shares, slot):
-    """Of slots, a tensor; `shares` are those that are told."""
+    """The shares of experts in `slot`, a tensor; `shares` are those that routing found."""
     ids, weights, _places, _num_experts, _scale, _choice = source
     if ids is None:
         found = expert_of(shares, slot) + gl.zeros_like(slot).to(gl.float32)

@@ -579,8 +579,8 @@ def _store_in_two(values, x_tiles):
 
 @gluon.jit
 def _gate_words(BOUNDED: gl.constexpr):
-    """Of the words of a slot's places that each warp takes first, the places and the gates: [2
-    WARPS, 32] with four e4m3 each, or [WARPS, 64] with pairs."""
+    """The places and the gates of the words of a slot that each warp takes first: [2 WARPS, 32]
+    with four e4m3 each, or [WARPS, 64] with pairs."""
     WARPS: gl.constexpr = gl.num_warps()
     EACH: gl.constexpr = 2 if BOUNDED else 1
     WIDTH: gl.constexpr = _BLOCK // (2 * EACH)
@@ -635,7 +635,7 @@ def _pairs(words):
             is_pure=True,
             pack=2,
         )
-        # Of two words that follow each other, the first has the first two numbers of four.
+        # Two words that follow each other hold four numbers, the first word the first two.
         values = gl.join(first, second).reshape([words[i].shape[0], _BLOCK // 4, 2, 2])
         values = values.permute((0, 1, 3, 2)).reshape([words[i].shape[0], _BLOCK])
         found += (values,)  # type: ignore[assignment]

@@ -56,7 +56,7 @@ class Float12Weight:
 
     @property
     def nbytes(self) -> int:
-        """Of words and scales."""
+        """Bytes of words and scales."""
         return self.words.nbytes + self.scales.nbytes
 
 
@@ -169,7 +169,7 @@ def _codes(weight: Tensor, scales: Tensor) -> Tensor:
 def _words(codes: Tensor) -> Tensor:
     """int32 [rows / 8, inputs / 64, PIECE_WORDS] of codes [rows, inputs]."""
     num_rows, size = codes.shape
-    # Of an input in a piece: step of 16, register (its half of 8), thread, place in the register.
+    # An input's place in a piece: step of 16, register (its half of 8), thread, half register.
     parts = codes.view(num_rows // 8, 8, size // 64, 4, 2, 4, 2).permute(0, 2, 3, 4, 1, 5, 6)
     # [.., step, register, thread], as int64, so that rotations keep all bits
     registers = (parts[..., 0].long() | (parts[..., 1].long() << 16)).flatten(-2)

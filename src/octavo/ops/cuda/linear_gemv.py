@@ -47,12 +47,12 @@ _PLAIN = (
     Programs(4, 512, 2, per_sm=9),
 )
 _GATED = (Programs(1, 1024, 3, per_sm=9), Programs(1, 512, 5, per_sm=10))  # by padding alone
-# Of weights in e4m3 (2026-11-23), the fastest of some 16 kinds for shapes of Llama 3 8B.
+# For weights in e4m3 (2026-11-23): the fastest of some 16 kinds for shapes of Llama 3 8B.
 _PLAIN_FLOAT8 = (Programs(8, 1024, 2, per_sm=4), Programs(4, 2048, 2, per_sm=4))
 _GATED_FLOAT8 = Programs(1, 1024, 4, per_sm=9)
-# Of those that norm their input (2026-11-23), for Llama 3 8B, and for Gemma 3 4B; by whether they
-# are gated. And (2026-11-24) of six kinds the fastest for gpt-oss-20b's queries, keys and values,
-# whose inputs no number of columns divides.
+# For products that norm their input (2026-11-23), by whether they are gated: the fastest for Llama
+# 3 8B, and for Gemma 3 4B. And (2026-11-24) the fastest of six kinds for gpt-oss-20b's queries,
+# keys and values, whose inputs no number of columns divides.
 _NORMING = (Programs(4, 2048, 2, per_sm=3, warps=8), Programs(2, 2048, 2, per_sm=3, warps=8))
 _NORMING_NARROW = (Programs(16, 512, 2, per_sm=2, warps=8), Programs(8, 512, 2, per_sm=2, warps=8))
 _NORMING_RAGGED = Programs(4, 1024, 3, per_sm=4)

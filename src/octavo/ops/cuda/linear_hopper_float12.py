@@ -65,7 +65,7 @@ class Float12Tiles:
 
     @property
     def rows(self) -> int:
-        """Of W, in a program."""
+        """Rows of W that a program multiplies."""
         return PIECE_ROWS * _TILE_PIECES * self.warpgroups * self.height // self.fold
 
     @property

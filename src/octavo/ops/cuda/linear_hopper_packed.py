@@ -382,7 +382,7 @@ def _second_sums(
     GROUP_BLOCKS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
 ):
-    """Of the second partition that multiplies, to shared memory."""
+    """Write the sums of the second partition that multiplies to shared memory."""
     second.store(_sums(buffers, x_buffers, barriers, count, 1, 2, GROUP_BLOCKS, HAS_ZEROS))
 
 

@@ -229,7 +229,8 @@ def _own_rows(row, num_rows, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl
 
 @gluon.jit
 def _gates_and_ups(acc):
-    """Of a tile that has them in turns, a piece each: a thread's two rows of an instruction."""
+    """Split a tile's sums into gates and ups, of which it has a piece each in turns: they are the
+    two rows that a thread has of each instruction."""
     ROWS: gl.constexpr = acc.shape[0] // 2
     turns = acc.reshape([ROWS // _PIECE, 2, _PIECE, acc.shape[1]]).permute((0, 2, 3, 1))
     return gl.split(turns.reshape([ROWS, acc.shape[1], 2]))
@@ -403,7 +404,7 @@ def _add_parts(
     for i in gl.static_range(1, NUM):
         kept = gl.where(begin == i, pieces[i], kept)
     kept = gl.convert_layout(kept, FLAT)
-    # Of two tiles that a program shares with others, one's first steps are another's.
+    # A program shares at most two tiles; of one, another program computes the first steps.
     own = 2 * program + (first == 0).to(gl.int32)
     for i in gl.static_range(NUM):
         if (i != begin) & (i < num_used):

@@ -290,7 +290,7 @@ class QuantizedCudaLinear:
             self._rounding = Rounding.GROUPS
         elif stored.quantizes_inputs and is_served:
             self._rounding = Rounding.TOKENS
-        # Of inputs that are rounded, many are multiplied by W as it is.
+        # Inputs that are rounded are multiplied by W as it is, so a copy would not be read.
         is_copied = has_copy and self._rounding is Rounding.NONE
         self._copy = dequantized(stored, dtype) if is_copied else None
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
@@ -320,7 +320,7 @@ class QuantizedCudaLinear:
         return Rounding.NONE if self._permutation is not None else self._own_rounding(num_tokens)
 
     def _own_rounding(self, num_tokens: int) -> Rounding:
-        """Of inputs in the order of W's columns."""
+        """See RoundingKernel.rounding: that of inputs in the order of W's columns."""
         if num_tokens > MAX_EXACT_TOKENS and self._rounding is not Rounding.NONE:
             return self._rounding
         if self._takes_integers and 1 < num_tokens <= MOST_IN_INTEGERS:
@@ -575,11 +575,11 @@ class QuantizedCudaLinear:
         launch_dense(x, stored.weight, bias, out, epilogue, tiles, is_partial, scales)
 
     def _num_results(self, epilogue: Epilogue) -> int:
-        """Of a token."""
+        """Results per token."""
         return self._stored.shape[0] // (2 if epilogue.is_gated else 1)
 
     def _output(self, num_tokens: int, num_rows: int, splits: int) -> Tensor:
-        """Of a product; splits: of partial sums, if they are asked for."""
+        """The tensor for a product's results; splits: for so many partial sums, 0 for results."""
         device = self._stored.weight.device
         if splits:
             return torch.empty((splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE, device=device)

@@ -112,8 +112,8 @@ def choose_ring(
 
 
 def useful_share(num_rows: int, size: int, rows: int, width: int, num_programs: int) -> float:
-    """Of SMs that have work to the end, times that of columns that are no padding, with blocks of
-    `rows` rows and `width` columns."""
+    """The share of SMs that have work to the end, times the share of columns that are no padding,
+    with blocks of `rows` rows and `width` columns."""
     units, blocks = triton.cdiv(num_rows, rows), triton.cdiv(size, width)
     waves = triton.cdiv(units, num_programs)
     share: float = units / (waves * num_programs) * size / (blocks * width)
@@ -354,7 +354,7 @@ def _store_in_two(part, factors, target):
 
 @gluon.jit
 def _first_row(unit, ROWS: gl.constexpr):
-    """Of the rows that a program takes together."""
+    """The first of the rows that a program takes together."""
     return (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
 
 
@@ -368,8 +368,8 @@ def _row_scales(
     UNITS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Of the rows that the program takes, float32 [UNITS * ROWS]; first: where W, or its half,
-    begins."""
+    """The scales of the rows that the program takes, float32 [UNITS * ROWS]; first: where W, or its
+    half, begins."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     place = gl.arange(0, UNITS * ROWS, layout=LAYOUT)
     rows = gl.minimum(_first_row(place // ROWS, ROWS) + place % ROWS, num_rows - 1)

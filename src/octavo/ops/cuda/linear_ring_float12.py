@@ -106,9 +106,9 @@ _WARPS = 4  # that multiply
 _FEWEST_STAGES, _MOST_STAGES = 2, 13
 _SMALL_SUMS = 4096  # bytes of warps' sums that fit beside rings of such memory, and attention
 _PAUSE, _PAUSED_BYTES = 150, 8192  # nanoseconds, and for how many bytes
-# Of a thread, of twice four warps: what the one that loads does not need goes to the others. They
-# need 72. With more than a 512th of an SM's registers each SM has one such program; where two find
-# room, some SMs get two of a product, and all others wait for them.
+# Registers of each thread in twice four warps: what the warps that load do not need goes to the
+# others, which need 72. With more than a 512th of an SM's registers each SM has one such program;
+# where two find room, some SMs get two of a product, and all others wait for them.
 _REGISTERS, _LOADING_REGISTERS = SM_REGISTERS // 2 // (2 * 32 * _WARPS) + 8, 24
 # Rows and pieces. The second one is taken where the first would leave SMs or columns idle.
 _TILES = ((8, 16), (16, 8))
@@ -362,7 +362,7 @@ def _consume(
         version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
     )
     INPUTS: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
-    # Of the sums of all units, those of four warps are in one thread.
+    # A thread has the sums of four warps.
     ALL: gl.constexpr = gl.BlockedLayout([1, 4, 1], [4, 1, 8], [gl.num_warps(), 1, 1], [2, 1, 0])
     RESULTS: gl.constexpr = gl.SliceLayout(1, ALL)
     OF_GROUPS: gl.constexpr = [HALVES * OF_HALF, gl.num_warps(), _PIECE_ROWS]

@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of_norm(cls, x: Unrouted) -> Source:
-        """Of a kernel that norms and routes."""
+        """The source of a kernel that norms x and routes by itself."""
         norm, config = x.norm, x.config
         return cls(
             norm.x,
@@ -58,7 +58,8 @@ class Source(NamedTuple):
 
 
 def two_buffers(device: torch.device, *shape: int) -> Tensor:
-    """Of int32 places, all EMPTY. Not to be made in a graph, which would make them again."""
+    """Two buffers of int32 places, all EMPTY. Not to be made in a graph, whose every replay would
+    empty them."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
     return torch.full((2, *shape), EMPTY.value, dtype=torch.int32, device=device)

@@ -14,7 +14,8 @@ from octavo.ops.base import KVScales
 
 ITEM_FIELDS = 8  # int32s per work item
 PREFILL_FIELDS = 11  # of one of prompts
-# Of what each layer of a step reads again: it stays in the L2 cache while weights pass through.
+# Eviction priority of what each layer of a step reads again: it stays in the L2 cache while weights
+# pass through.
 REREAD = tl.constexpr("evict_last")
 MEMBER_FIELDS = 3  # int32s per member of a cascade segment
 # Weights are at most 2**15 where they are multiplied as float16, whose smallest number is 2**-24.

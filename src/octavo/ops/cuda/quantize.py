@@ -136,7 +136,7 @@ def store_rounded(
 
 @triton.jit
 def _words_of(octets):
-    """Of the lowest octets of int32 [groups, 128] four in each word, [groups, 2, 8, 2], by the bits
+    """Pack the lowest octets of int32 [groups, 128], four to a word: [groups, 2, 8, 2], by the bits
     of an input's place: the highest one, the three above the lowest two, and the second lowest.
 
     Words of 4 bits are unpacked by octets (pack_integers, linear_hopper_packed.py): the four in one

@@ -60,8 +60,8 @@ _LAUNCH, _GATED = 3.0, 1.1
 _PERSISTENT_ROWS = 128  # of a tile: with 256, products take longer
 _SLOWED_TOKENS = 16_000  # beyond 256, with which the power limit would make steps twice as long
 _MOST_PERSISTENT = 4  # that are measured
-# Of products of bfloat16, on an H200: how many weights they multiply by inputs in a microsecond,
-# how many bytes they read, and microseconds of the launch. 28 products of 192 to 2,048 tokens take
+# Rates of products of bfloat16 on an H200: weights times inputs per microsecond, bytes read per
+# microsecond, and the microseconds of a launch. 28 products of 192 to 2,048 tokens take
 # 5% more or less, on average.
 _DENSE_PRODUCTS, _DENSE_BYTES, _DENSE_LAUNCH = 395e6, 4.2e6, 2.5
 _LEAST_REGISTERS = 40  # of a thread, beside sums
@@ -80,7 +80,7 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
-    # Of linear_hopper_persistent.py's kernel:
+    # For linear_hopper_persistent.py's kernel alone:
     x_stages: int = 0  # 0: it is not that kernel
     halves: int = 1  # of a block of x, in a stage
     is_shared: bool = False  # programs share tiles, so that they compute equally many steps
@@ -114,7 +114,7 @@ class Product:
 
     @property
     def weight_rows(self) -> int:
-        """Of W: gates, and as many that they gate; or results."""
+        """Rows of W: one per result, or two (a gate, and what it gates)."""
         return self.num_rows * 2 if self.is_gated else self.num_rows
 
     @classmethod
@@ -171,8 +171,9 @@ def candidates(product: Product) -> tuple[Choice, ...]:
 
 
 def _packed_programs(product: Product) -> PackedPrograms | None:
-    """Of linear_gemv_packed.py's kernel, for layers of as many inputs as a program takes, or of so
-    few outputs that they are left as partial sums.
+    """The programs of linear_gemv_packed.py's kernel, for layers of as many inputs as a program
+    takes, or of so few outputs that they are left as partial sums; None: it does not compute the
+    product.
 
     There is no choice to measure: in turns with another kernel, each of the two takes longer than
     alone.
@@ -188,7 +189,7 @@ def _packed_programs(product: Product) -> PackedPrograms | None:
 
 
 def _simple_candidates(product: Product) -> list[Tiles]:
-    """Of linear_hopper_quantized.py's kernel."""
+    """Tiles of linear_hopper_quantized.py's kernel to choose among, the usual ones first."""
     scales_weights = product.group > 0 and product.tokens >= 128
     # Tokens, rows, programs on an SM, and whether single warps multiply.
     if product.tokens <= 16:
@@ -216,7 +217,8 @@ def _simple_candidates(product: Product) -> list[Tiles]:
 
 
 def _persistent_candidates(product: Product) -> list[Tiles]:
-    """Of linear_hopper_persistent.py's kernel, which fetches gates in whole pieces."""
+    """Tiles of linear_hopper_persistent.py's kernel, which fetches gates in whole pieces; those
+    that are expected to be fastest come first."""
     if product.is_gated and product.num_rows % PIECE:
         return []
     # Measured with 320 and 640 tokens, and faster with 320 alone.
@@ -257,7 +259,7 @@ def _expected(product: Product, tiles: Tiles) -> float:
 
 
 def persistent_tiles(product: Product, tokens: int, is_shared: bool) -> Tiles:
-    """Of linear_hopper_persistent.py's kernel."""
+    """Tiles of linear_hopper_persistent.py's kernel for so many tokens at once."""
     num_bytes = row_bytes(product.format) * _PERSISTENT_ROWS
     half_bytes = BLOCK * tokens  # of 16 bits
     halves = 1 if tokens > 192 else 2  # there is no room for enough larger stages
@@ -278,7 +280,7 @@ def persistent_tiles(product: Product, tokens: int, is_shared: bool) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Of the tiles of a product among the programs of linear_hopper_persistent.py's kernel."""
+    """How the programs of linear_hopper_persistent.py's kernel divide the tiles of a product."""
 
     num_programs: int
     num_shared: int  # tiles whose steps programs share evenly; they compute the others as a whole
@@ -297,7 +299,7 @@ class Division:
         return cls(num_programs, num_shared, per_program)
 
     def num_steps(self, num_tiles: int, num_blocks: int) -> int:
-        """Of a program."""
+        """The most steps that a program computes."""
         whole: int = triton.cdiv(num_tiles - self.num_shared, self.num_programs)
         return whole * num_blocks + (self.per_program if self.num_shared else 0)
 
@@ -327,7 +329,7 @@ def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -
 
 
 def _rounded_candidates(product: Product) -> list[Choice]:
-    """Of a product of FP8 with FP8: of linear_hopper.py's kernel, or torch's."""
+    """What may compute a product of FP8 with FP8: linear_hopper.py's kernel, or torch's."""
     num_tokens, num_rows, is_gated = product.tokens, product.num_rows, product.is_gated
     tokens, rows, per_sm = 64 if num_tokens <= 64 else 128, 64, 1
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
@@ -349,9 +351,9 @@ def _rounded_candidates(product: Product) -> list[Choice]:
 
 
 def _tiles_in_two(product: Product) -> linear_table.Tiles:
-    """Of linear_hopper.py's kernel: two programs fit on an SM, and those of the next kernel take
-    the place of each that ends, unless all of a program's weights are asked for before the wait:
-    then the next kernel may start after that.
+    """Tiles of linear_hopper.py's kernel: two programs fit on an SM, and those of the next kernel
+    take the place of each that ends, unless all of a program's weights are asked for before the
+    wait: then the next kernel may start after that.
 
     For the shapes of Llama 3 8B and 8 tokens, other splits, three programs on an SM, or one for
     each take longer, and so do tiles of 128 rows (docs/experiments.md).
@@ -371,8 +373,8 @@ def _tiles_in_two(product: Product) -> linear_table.Tiles:
 
 
 def _packed_choices(product: Product) -> list[PackedTiles]:
-    """Of linear_hopper_packed.py's kernel. What is fastest alone is not in a layer, so there is no
-    choice to measure (docs/experiments.md).
+    """The tiles of linear_hopper_packed.py's kernel. What is fastest alone is not in a layer, so
+    there is one choice, and nothing to measure (docs/experiments.md).
 
     With more tokens, fewer programs have room for their sums in registers.
     """
@@ -416,7 +418,7 @@ def packed_tiles(
 
 
 def _grouped_candidates(product: Product) -> list[Choice]:
-    """Of a product of FP8 with FP8 in blocks: of linear_hopper_quantized.py's kernel.
+    """Tiles of linear_hopper_quantized.py's kernel for a product of FP8 with FP8 in blocks.
 
     Tiles of 64 rows leave room for two programs on an SM, of which one multiplies while the other
     adds up. Those of 128 read inputs half as often, and are 8 to 20% slower for shapes of Llama 3

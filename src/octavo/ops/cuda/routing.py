@@ -167,7 +167,7 @@ def route(
         SPLITS=cut.splits,
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
-        # Of one tile, a warp has four tokens, and lists rows by their marks.
+        # Where there is one tile, a warp has four tokens, and lists rows by their marks.
         SLOTS=power_of_2(top_k) if is_one or num_tiles > 1 else 0,
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,

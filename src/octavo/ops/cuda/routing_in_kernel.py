@@ -68,7 +68,7 @@ def routes_in_kernel(router: RouterWeights, config: RoutingConfig, num_programs:
 
 
 def logit_shape(num_experts: int) -> tuple[int, int]:
-    """Of a buffer of places, int32, which are EMPTY before its first launch."""
+    """The shape of an int32 buffer of places for logits, EMPTY before the first launch."""
     return _COPIES.value, max(32, power_of_2(num_experts))
 
 

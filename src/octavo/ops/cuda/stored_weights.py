@@ -23,7 +23,7 @@ _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 
 
 def row_bytes(format: int) -> int:
-    """Of BLOCK inputs of a row of W."""
+    """Bytes that BLOCK inputs of a row of W take."""
     return BLOCK if format == FLOAT8 else BLOCK // (2 if format == INT4 else 1)
 
 

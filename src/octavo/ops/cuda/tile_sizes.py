@@ -18,7 +18,7 @@ def power_of_2(n: int) -> int:
 
 
 def registers_for(num_warps: int, per_sm: int = 1) -> int:
-    """Of each thread, where so many programs of so many warps are to find room on an SM."""
+    """Registers of each thread with which so many programs of so many warps fit on an SM."""
     return min(MOST_REGISTERS, SM_REGISTERS // (32 * num_warps * per_sm) // 8 * 8)
 
 

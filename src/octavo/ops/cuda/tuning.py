@@ -115,7 +115,7 @@ class CudaMeter:
 
 
 def microseconds(works: Sequence[Callable[[], object]]) -> float:
-    """Of each, one after the other in a CUDA graph: the median of several runs of it.
+    """Microseconds per work, one after the other in a CUDA graph: the median of several runs.
 
     They should read more weights than the L2 cache holds.
     """

@@ -142,7 +142,7 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """Of its engine process; None while there is none."""
+        """The process id of its engine; None while there is none."""
         return None if self._process is None else self._process.pid
 
     @property

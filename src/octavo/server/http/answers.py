@@ -36,7 +36,7 @@ from octavo.server.http.replies import FinishReason
 from octavo.server.http.tools import ToolUse
 from octavo.structured.output import StructuredOutput
 
-# Of a prompt, the tokens among which an answer may have begun.
+# An answer that the prompt has begun must begin among so many last tokens of it.
 MAX_PREFIX_TOKENS = 1_024
 _MARK = "\ue0ff"  # stands for what a user says
 

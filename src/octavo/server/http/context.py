@@ -63,7 +63,7 @@ class Context:
 
     @property
     def fingerprint(self) -> str:
-        """Of what, beside a request, decides about its output."""
+        """A hash of what decides about outputs beside the request itself."""
         info = self.client.info
         parts = (
             *(__version__, info.model, info.dtype, info.quantization, info.weight_copy_bytes),

@@ -187,7 +187,7 @@ class Dialect(Generic[BodyT]):
         params = self.params(body, context.client.model_config.sampling_defaults)
         info = context.client.info
         length = info.max_prompt_len
-        # Of the context; an encoder's input takes nothing of what the decoder has for the output.
+        # Truncation leaves this much of the context. An encoder's input takes nothing of it.
         reserved = max(1, params.max_tokens or 1) if info.max_encoder_len is None else 0
         prompts = truncated(await self.prompts(context, body), body, length, reserved)
         reader = PLAIN

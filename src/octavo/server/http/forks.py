@@ -65,7 +65,7 @@ class Fork(Generic[BodyT]):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and outputs; log-probabilities count as ten tokens each."""
+        """Tokens of prompts and outputs; each log-probability counts as ten."""
         return sum(
             len(stream.prompt_token_ids)
             + sum(len(sample.token_ids) + 10 * len(sample.logprobs) for sample in stream.samples)

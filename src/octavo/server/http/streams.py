@@ -129,7 +129,7 @@ def check_ended(output: RequestOutput) -> None:
 
 
 def aborted() -> ApiError:
-    """Of a request that was ended before it was answered."""
+    """The error of a request that the server ended before it was answered."""
     return ApiError(
         503, "the request was ended by the server", code="aborted", retry_after=RETRY_SECONDS
     )

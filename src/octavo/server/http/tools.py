@@ -89,7 +89,7 @@ class CallableTool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Of the arguments."""
+        """The schema's properties: one for each argument."""
         properties = self.schema.get("properties")
         return properties if isinstance(properties, dict) else {}
 

@@ -84,7 +84,7 @@ class PendingTokens(ABC):
     def keep(self, token_ids: Tensor, rows: Tensor) -> None:
         """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
 
-    # Of devices with graphs:
+    # What follows is called on devices with graphs alone.
 
     def begin(
         self,

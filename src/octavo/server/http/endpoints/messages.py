@@ -63,11 +63,11 @@ class ContentBlock(Lenient):
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
-    """Of a tool_use."""
+    """The id of a tool_use."""
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    """Of a tool_result."""
+    """In a tool_result: the id of the tool_use that it answers."""
     content: str | Annotated[list[ResultBlock], FAIL_FAST] | None = None
     is_error: bool | None = None
 

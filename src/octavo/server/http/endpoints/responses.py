@@ -74,19 +74,19 @@ class InputItem(Lenient):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     """Not given: message."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    """Of a message."""
+    """Who has written a message."""
     content: str | Parts | None = None
-    """Of a message, or of reasoning."""
+    """The content of a message, or of reasoning."""
     call_id: str | None = None
-    """Of a call, and of its output."""
+    """The id that a call and its output share."""
     name: str | None = None
-    """Of the called function."""
+    """The name of the called function."""
     arguments: str | None = None
     """A JSON object as text."""
     output: str | Parts | None = None
     """What the function has returned."""
     summary: Parts | None = None
-    """Of reasoning."""
+    """A summary of reasoning."""
 
 
 class ResponseTool(Lenient):
@@ -454,7 +454,7 @@ class ResponsesWriter(BlockWriter):
         return f"{prefix}_{request_id_of(self.request)}_{block.index}"
 
     def _status_of(self, block: Block) -> str:
-        """Of a block that has ended."""
+        """The status of a block that has ended."""
         is_cut = self.reason == "length" and block.index == self.blocks.cut_index
         return "incomplete" if is_cut else "completed"
 
