@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.core.kv.specs import CrossAttention, FullAttention, group_layers
+from octavo.core.kv.specs import CrossAttention, FullAttention, KVLayout, group_layers
 from octavo.core.step import StepPlan
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
@@ -34,6 +34,7 @@ from octavo.ops import (
     CascadeSegments,
     ContinuingBackend,
     LayerPlace,
+    LayerSpec,
     PaddedSizes,
     Staging,
     cached_dtype,
@@ -134,48 +135,26 @@ class ModelRunner:
         block_shape = backend_class.kv_block_shape(
             block_size, model_config.num_kv_heads, model_config.head_dim
         )
-        block_sizes = layout.block_sizes(block_size)
         # While rows fork, children are there before their parents have gone; row 0 is padding.
         num_rows = 2 * scheduler.max_num_seqs + 1
-        on_device = None
         encoder = model_config.encoder
         self._longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
-        if device.keeps_tables:
-            max_blocks = -(-self._longest // min(block_sizes))
-            have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
-            on_device = DeviceTables(
-                block_sizes, have_windows, num_rows, max_blocks, device.torch_device
-            )
-        of_encoder = [isinstance(spec, CrossAttention) for spec in layout.specs]
-        tables = BlockTables(block_sizes, num_rows, on_device, of_encoder)
         places = [LayerPlace(*layout.places()[layer.layer_id]) for layer in layers]
-        shapes = {
-            (
-                *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
-                *(layer.window, place.span, layer.reads_encoder),
-            )
-            for layer, place in zip(layers, places, strict=True)
-        }
         self._device = device
         self._model = model
         # What the model reads, and what is read when tokens are drawn: each is uploaded while the
         # device still computes with the other one of the step before.
-        self._staging = device.staging(scheduler, len(shapes))
+        self._staging = device.staging(scheduler, _num_shapes(layers, places))
         self._draw_staging = device.staging(scheduler, 0)
         self.kv_cache = KVCache(
             *num_blocks,
             (layout.layers_per_block, *block_shape),
             cached_dtype(layers, dtype),
             device,
-            copies_whole_blocks=max(block_sizes) > block_size,
+            copies_whole_blocks=max(layout.block_sizes(block_size)) > block_size,
         )
         self._backend = make_backend(
-            backend_class,
-            layers,
-            places,
-            self.kv_cache.blocks,
-            block_size,
-            dtype,
+            backend_class, layers, places, self.kv_cache.blocks, block_size, dtype
         )
         self._continuing = self._backend if isinstance(self._backend, ContinuingBackend) else None
         vocab_size = model_config.vocab_size
@@ -187,6 +166,7 @@ class ModelRunner:
         masks = RowMasks(num_rows, vocab_size, library)
         if config.owns_process and find_spec("llguidance") is not None:
             masks.prepare()
+        tables = _make_tables(layout, block_size, num_rows, self._longest, device)
         self._batch = InputBatch(tables, num_rows, self._staging, masks, encoder is not None)
         vocabulary = VocabularyShard(vocab_size, communicator)
         drawer = device.drawer(self._draw_staging, vocab_size)
@@ -240,15 +220,7 @@ class ModelRunner:
                     hidden = self._forward(staged)
                 else:
                     hidden = self._replay(staged.captured, staged)
-                step.read = read_prompts(
-                    self._model, hidden, chunks, self._sampler.vocabulary, device.to_host
-                )
-                if self._model.num_hit_experts is not None:
-                    step.num_hit_experts = (
-                        device.to_host(self._model.num_hit_experts)
-                        if staged.results is None
-                        else staged.results[:1]
-                    )
+                self._start_reading(step, staged, hidden, chunks)
             staging.release()
             step.drawn = batch.advance(plan)
             draw = partial(self._start_draw, step, DrawInputs(staged, hidden, masks))
@@ -264,6 +236,20 @@ class ModelRunner:
                 if masked is not None:  # while the host decides on the next step
                     batch.start_masks_ahead(plan.sampled)
         return step
+
+    def _start_reading(
+        self, step: SubmittedStep, staged: StagedStep, hidden: Tensor, chunks: list[PromptChunk]
+    ) -> None:
+        """Start to bring to the host what a computed step says beside its tokens: what is read of
+        prompts, and how many experts were hit."""
+        to_host = self._device.to_host
+        step.read = read_prompts(self._model, hidden, chunks, self._sampler.vocabulary, to_host)
+        if self._model.num_hit_experts is not None:
+            step.num_hit_experts = (
+                to_host(self._model.num_hit_experts)
+                if staged.results is None
+                else staged.results[:1]
+            )
 
     def shutdown(self) -> None:
         """End what runs beside the steps. Nothing is submitted any more."""
@@ -595,6 +581,37 @@ class ModelRunner:
         token_ids = self._sampler.draw_captured(logits, mode)
         assert self._pending is not None, "graphs are for devices that keep tokens"
         self._pending.deliver(token_ids, rows, self._model.num_hit_experts)
+
+
+def _num_shapes(layers: Sequence[LayerSpec], places: Sequence[LayerPlace]) -> int:
+    """How many kinds of layers attention is planned for, at most: each stages arrays of its own."""
+    shapes = {
+        (
+            *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+            *(layer.window, place.span, layer.reads_encoder),
+        )
+        for layer, place in zip(layers, places, strict=True)
+    }
+    return len(shapes)
+
+
+def _make_tables(
+    layout: KVLayout, block_size: int, num_rows: int, longest: int, device: Device
+) -> BlockTables:
+    """The block tables of all rows; also on the device, if its attention reads them there.
+
+    longest: tokens of the longest sequence, or of the longest input of an encoder.
+    """
+    block_sizes = layout.block_sizes(block_size)
+    on_device = None
+    if device.keeps_tables:
+        max_blocks = -(-longest // min(block_sizes))
+        have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
+        on_device = DeviceTables(
+            block_sizes, have_windows, num_rows, max_blocks, device.torch_device
+        )
+    of_encoder = [isinstance(spec, CrossAttention) for spec in layout.specs]
+    return BlockTables(block_sizes, num_rows, on_device, of_encoder)
 
 
 def _padded(values: NDArray[Integer], length: int) -> NDArray[Integer]:

@@ -15,11 +15,12 @@ from octavo.config import EngineConfig
 from octavo.core.kv.specs import group_layers
 from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
+from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
-from octavo.ops import FP8_KV_CACHE, check_score_features
+from octavo.ops import FP8_KV_CACHE, AttentionBackend, check_score_features
 from octavo.ops.communicator import Communicator
 from octavo.weight_forms import choose_quantization, describe_dequantized, with_copies
 from octavo.worker.device.base import DTYPES, Demand, Device
@@ -28,6 +29,7 @@ from octavo.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
+FP8_DTYPE = torch.float8_e4m3fn  # of cached keys and values
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -53,7 +55,6 @@ class Worker:
             OutOfMemory: the model does not fit; the message names settings with which it would.
         """
         self._device = device
-        self._communicator = communicator
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
@@ -63,45 +64,15 @@ class Worker:
         _warn_of_dequantized(config, model_config, dtype, device)
         backend_class = device.resolve_backend(config.attention_backend)
         kv_dtype = device.resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
-        has_fp8 = kv_dtype == torch.float8_e4m3fn
-        for layer_id, attention in enumerate(model_config.attentions):
-            features = attention.score_features | (frozenset({FP8_KV_CACHE}) if has_fp8 else set())
-            check_score_features(backend_class, layer_id, features)
-        self.layout = group_layers(model_config.kv_specs())
-        block_size = config.cache.block_size
-        block_shape = backend_class.kv_block_shape(
-            block_size, model_config.num_kv_heads, model_config.head_dim
-        )
-        shape = KVShape(
-            self.layout,
-            block_size,
-            math.prod(block_shape) * kv_dtype.itemsize,
-            model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
-        )
+        _check_features(backend_class, model_config, kv_dtype)
+        shape = _kv_shape(config, model_config, backend_class, kv_dtype)
+        self.layout = shape.layout
         with device.computing:
             # Before anything large is taken: what cannot fit is refused at once.
             demand = Demand(config, model_config, shape, dtype, device.num_ranks)
             planned = device.plan_memory(demand)
             started = time.perf_counter()
-            with _refused("the weights", "use a smaller model or dtype"):
-                model = load_model(
-                    model_config,
-                    dtype,
-                    device.torch_device,
-                    communicator,
-                    config.load_format,
-                    config.seed,
-                    has_fp8,
-                )
-                communicator.reserve(
-                    config.scheduler.max_num_batched_tokens,
-                    model_config.hidden_size,
-                    dtype,
-                    device.torch_device,
-                )
-            if config.measure_quantization and model_config.is_quantized_on_load:
-                report_loss(model, model_config, communicator, config.load_format == "dummy")
-                device.release()
+            model = _load(config, model_config, dtype, kv_dtype, device, communicator)
             loaded = time.perf_counter()
 
             def runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> ModelRunner:
@@ -162,6 +133,65 @@ def _with_chosen(
             )
         config = replace(config, quantization=choice.quantization)
     return config, with_copies(config, model_config, name, total, kernels)
+
+
+def _check_features(
+    backend_class: type[AttentionBackend], model_config: ModelConfig, kv_dtype: torch.dtype
+) -> None:
+    """Raises ConfigError if the backend lacks something that a layer's attention needs."""
+    of_cache = frozenset({FP8_KV_CACHE}) if kv_dtype == FP8_DTYPE else frozenset[str]()
+    for layer_id, attention in enumerate(model_config.attentions):
+        check_score_features(backend_class, layer_id, attention.score_features | of_cache)
+
+
+def _kv_shape(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    backend_class: type[AttentionBackend],
+    kv_dtype: torch.dtype,
+) -> KVShape:
+    """The KV of this device's shard, with the backend's padding of heads."""
+    block_size = config.cache.block_size
+    block_shape = backend_class.kv_block_shape(
+        block_size, model_config.num_kv_heads, model_config.head_dim
+    )
+    return KVShape(
+        group_layers(model_config.kv_specs()),
+        block_size,
+        math.prod(block_shape) * kv_dtype.itemsize,
+        model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
+    )
+
+
+def _load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: Device,
+    communicator: Communicator,
+) -> CausalLM:
+    """The model with its weights, and the communicator's buffers; logs what quantization loses."""
+    with _refused("the weights", "use a smaller model or dtype"):
+        model = load_model(
+            model_config,
+            dtype,
+            device.torch_device,
+            communicator,
+            config.load_format,
+            config.seed,
+            kv_dtype == FP8_DTYPE,
+        )
+        communicator.reserve(
+            config.scheduler.max_num_batched_tokens,
+            model_config.hidden_size,
+            dtype,
+            device.torch_device,
+        )
+    if config.measure_quantization and model_config.is_quantized_on_load:
+        report_loss(model, model_config, communicator, config.load_format == "dummy")
+        device.release()
+    return model
 
 
 def _warn_of_dequantized(
