@@ -185,6 +185,41 @@ class RequestPreparer:
                 prompt, params, max_model_len, priority, cache_salt, tenant
             )
         params.check_against(self._vocab_size, self._max_logprobs)
+        token_ids, encoder_token_ids = self._inputs(prompt, params, max_model_len)
+        num_left = max_model_len - len(token_ids)
+        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+        n, seed, beam = 1, 0, None
+        if isinstance(params, BeamSearchParams):
+            beam = replace(params, structured=None)  # which the spec has
+        else:
+            n = params.n
+            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        spec = self._spec(params)
+        if spec.first_read:
+            spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
+        spec = self._with_rules(spec, len(token_ids), max_tokens)
+        self._check_form(spec, token_ids)
+        if len(spec.end_token_ids) == self._vocab_size:
+            raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
+        return PreparedRequest(
+            prompt_token_ids=token_ids,
+            sampling=spec,
+            max_length=len(token_ids) + max_tokens,
+            n=n,
+            seed=seed,
+            eos_ids=() if params.ignore_eos else self._eos_ids,
+            stop_ids=tuple(params.stop_token_ids),
+            beam=beam,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            encoder_token_ids=encoder_token_ids,
+        )
+
+    def _inputs(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, max_model_len: int
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The tokens that the decoder starts with, and the encoder's input, if there is one."""
         given, decoder_input_ids = parts_of(prompt)
         token_ids = self.tokenize(given, self.room(max_model_len))
         encoder_token_ids: tuple[int, ...] = ()
@@ -199,39 +234,15 @@ class RequestPreparer:
         if forced:
             token_ids = token_ids + forced
             Room.before_output(max_model_len).check("prompt", len(token_ids))
-        num_left = max_model_len - len(token_ids)
-        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
-        n, seed, beam = 1, 0, None
+        return token_ids, encoder_token_ids
+
+    def _spec(self, params: SamplingParams | BeamSearchParams) -> SamplingSpec:
+        """The parameters with strings as token ids, before the model's own rules."""
         if isinstance(params, BeamSearchParams):
-            beam = replace(params, structured=None)  # which the spec has
-            spec = params.to_spec(self._eos_ids)
-        else:
-            n = params.n
-            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-            if params.stop_strings and self._tokenizer is None:
-                raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
-            bad_words, thinking = self._bad_word_ids(params), self._thinking(params)
-            spec = params.to_spec(self._eos_ids, bad_words, thinking)
-        if spec.first_read:
-            spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
-        spec = self._with_rules(spec, len(token_ids), max_tokens)
-        self._check_form(spec, token_ids)
-        if len(spec.end_token_ids) == self._vocab_size:
-            raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
-        return PreparedRequest(
-            token_ids,
-            spec,
-            len(token_ids) + max_tokens,
-            n,
-            seed,
-            () if params.ignore_eos else self._eos_ids,
-            tuple(params.stop_token_ids),
-            beam,
-            priority,
-            cache_salt,
-            tenant,
-            encoder_token_ids,
-        )
+            return params.to_spec(self._eos_ids)
+        if params.stop_strings and self._tokenizer is None:
+            raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
+        return params.to_spec(self._eos_ids, self._bad_word_ids(params), self._thinking(params))
 
     def _prepare_reading(
         self,
