@@ -279,16 +279,9 @@ class Scheduler:
                     builder.decode(sequences)
                     continue
             elif method.wants == "candidates" and sequences and not request.catching_up:
-                # Beams are equally long. Only those that were forked, or whose blocks are full,
-                # need room.
-                end = sequences[0].num_computed_tokens + 1
+                end = sequences[0].num_computed_tokens + 1  # beams are equally long
                 if end == len(sequences[0].token_ids):
-                    goals = []
-                    for seq in sequences:
-                        table = seq.table
-                        assert table is not None, "it runs"
-                        if end > table.writable_until:
-                            goals.append((seq, end))
+                    goals = _goals_of_beams(sequences, end)
                     if not goals or self._make_room(request, goals, victims, builder):
                         builder.search(request, method, end)
                     continue
@@ -703,6 +696,17 @@ def _take_readings(step: StepInFlight, result: StepResult) -> None:
         part: Any = result.prompt_logprobs.get(seq_id, result.pooled.get(seq_id))
         if part is not None and request.reading is not None:
             request.reading.take(start, part)
+
+
+def _goals_of_beams(sequences: Seq[Sequence], end: int) -> list[tuple[Sequence, int]]:
+    """The running beams that need room to compute up to `end`: those that were forked, or whose
+    blocks are full."""
+    goals = []
+    for seq in sequences:
+        assert seq.table is not None, "it runs"
+        if end > seq.table.writable_until:
+            goals.append((seq, end))
+    return goals
 
 
 def _is_complete(seq: Sequence) -> bool:

@@ -123,35 +123,36 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     with files.tensors(dtype, device) as tensors:
         for key, (path, name, tensor) in checkpoint.translate(tensors):
             target = targets.get(key)
-            if target is not None:
-                where, identity = f"{path}: {name}", _identity(key, target)
-                for part, destination in _parts(tensor, target, where, files.config_name):
-                    if isinstance(destination, WeightSlot):
-                        if identity in loaded:
-                            raise ModelError(f"{where} is also in another file")
-                        if isinstance(part, Tensor):
-                            part = rounding.of(key, where, part, destination, dtype, device)
-                        destination.put(part, dtype)
-                        continue
-                    assert isinstance(part, Tensor)
-                    rows = destination[: len(part)] if part.dim() else destination
-                    part = part.view(rows.shape)  # whose dimensions may be cut up
-                    if identity not in loaded:
-                        rows.copy_(part)
-                        rounding.check(where, rows)
-                        if part.dim():
-                            destination[len(part) :].zero_()
-                    elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
-                        _check_no_nan(loaded[identity], rows)
-                        _check_no_nan(where, part)
-                        is_embedding = rows.data_ptr() == model.token_table.data_ptr()
-                        raise ModelError(f"{where} {_contradiction(is_embedding, config)}")
-                loaded.setdefault(identity, where)
-                freed.after(math.prod(target.shape))
-            elif config.is_stored_quantized and is_unused_bias(name, tensor):
+            if target is None:
+                is_left_out = config.is_stored_quantized and is_unused_bias(name, tensor)
+                if not (is_left_out or checkpoint.is_ignored(key) or is_kv_scale(name)):
+                    unknown.append(f"{name} ({path.name})")
                 continue
-            elif not (checkpoint.is_ignored(key) or is_kv_scale(name)):
-                unknown.append(f"{name} ({path.name})")
+            where, identity = f"{path}: {name}", _identity(key, target)
+            is_first = identity not in loaded
+            earlier = loaded.setdefault(identity, where)
+            for part, destination in _parts(tensor, target, where, files.config_name):
+                if isinstance(destination, WeightSlot):
+                    if not is_first:
+                        raise ModelError(f"{where} is also in another file")
+                    if isinstance(part, Tensor):
+                        part = rounding.of(key, where, part, destination, dtype, device)
+                    destination.put(part, dtype)
+                    continue
+                assert isinstance(part, Tensor)
+                rows = destination[: len(part)] if part.dim() else destination
+                part = part.view(rows.shape)  # whose dimensions may be cut up
+                if is_first:
+                    rows.copy_(part)
+                    rounding.check(where, rows)
+                    if part.dim():
+                        destination[len(part) :].zero_()
+                elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
+                    _check_no_nan(earlier, rows)
+                    _check_no_nan(where, part)
+                    is_embedding = rows.data_ptr() == model.token_table.data_ptr()
+                    raise ModelError(f"{where} {_contradiction(is_embedding, config)}")
+            freed.after(math.prod(target.shape))
     if unknown:
         raise ModelError(
             f"{config.path}: tensors that {config.family} does not have: {few(unknown)}"
