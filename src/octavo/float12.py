@@ -47,7 +47,7 @@ def copied_tokens(num_rows: int, size: int, is_chained: bool = False) -> range:
 
 
 def fewest_tokens(num_rows: int, size: int, is_chained: bool = False) -> int:
-    """From how many tokens on: one token's GEMV reads a small W as fast as its copy is unpacked."""
+    """The fewest tokens that a copy is read for: one token's GEMV reads a small W as fast."""
     return 1 if num_rows * size >= (_LEAST_OF_CHAINED if is_chained else _LEAST_OF_ONE) else 2
 
 

@@ -103,6 +103,6 @@ class SequenceDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry per new token, if they were asked for."""
     finish_reason: str | None = None
-    """In a sample's last delta why it ended, as in SequenceOutput; else None."""
+    """Why the sample ended, as in SequenceOutput; None before its last delta."""
     stop_reason: int | str | None = None
-    """In a sample's last delta, as in SequenceOutput."""
+    """What ended it, as in SequenceOutput; None before the sample's last delta."""

@@ -177,7 +177,7 @@ def run_throughput(
 
 
 def first_token_seconds(output: RequestOutput) -> float:
-    """From the arrival, time in the queue included."""
+    """Seconds from arrival to the first token, time in the queue included."""
     assert output.first_token_time is not None, f"{output.request_id} has no token"
     return output.first_token_time - output.arrival_time
 

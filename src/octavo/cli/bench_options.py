@@ -59,5 +59,5 @@ def trace_requests(
 
 
 def progress_bar(total: int, unit: str) -> Any:
-    """On a terminal, and cleared when it ends."""
+    """A progress bar, on a terminal alone; it is cleared when it ends."""
     return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)

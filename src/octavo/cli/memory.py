@@ -190,7 +190,7 @@ class Machine:
         return Budget(self.config, model, self.dtype, estimate, note)
 
     def forms(self, gpu: GPU) -> Iterator[Form]:
-        """As the files have the weights, and with each quantization that the loader makes."""
+        """The budget of the weights as stored, and of each quantization that the loader makes."""
         for name in (None, *get_args(QuantizationName)):
             shown = name or "as stored"
             try:
@@ -275,7 +275,7 @@ class Budget:
         return self._estimate.fits(num_tokens, self._config.scheduler.max_num_batched_tokens)
 
     def tables(self, lengths: tuple[int, ...]) -> tuple[RenderableType, ...]:
-        """For people: the budget, what a token takes, and how many sequences fit."""
+        """What people read: the budget, what a token takes, and how many sequences fit."""
         model, shape = self._model_config, self._shape
         title = (
             f"{model.path}: {model.architecture}, "

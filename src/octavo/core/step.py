@@ -52,7 +52,7 @@ class LogitBias(NamedTuple):
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> LogitBias:
-        """From token ids and what is added to their logits."""
+        """Pack a mapping of token ids to what is added to their logits."""
         return cls(array("q", biases).tobytes(), array("f", biases.values()).tobytes())
 
 

@@ -418,19 +418,19 @@ class Room:
 
     @classmethod
     def before_output(cls, context_len: int) -> Room:
-        """In a context, with room for another token."""
+        """The room in a context that leaves space for one token of output at least."""
         return cls(
             context_len - 1, f"leave no room for output in a context of {context_len} tokens"
         )
 
     @classmethod
     def whole(cls, context_len: int) -> Room:
-        """In a context, without room for output."""
+        """The room in a context that a prompt may fill."""
         return cls(context_len, f"do not fit into a context of {context_len} tokens")
 
     @classmethod
     def of_encoder(cls, num_tokens: int, is_of_steps: bool) -> Room:
-        """In a model's encoder, or as many of those as a step takes."""
+        """The room in a model's encoder, or in a step, if that takes fewer tokens (is_of_steps)."""
         why = " in a step (max_num_batched_tokens)" if is_of_steps else ""
         excess = f"are too many for the model's encoder, which takes {num_tokens} tokens{why}"
         return cls(num_tokens, excess)

@@ -41,7 +41,7 @@ class Ending(NamedTuple):
     is_cause: bool
     """It was ended by something else than its own errors, which another rank's end may cause."""
     was_killed: bool
-    """By SIGKILL from outside, or together with its host."""
+    """It was ended by SIGKILL from outside, or together with its host."""
 
     @classmethod
     def of(cls, status: int) -> Ending:

@@ -84,7 +84,7 @@ class WeightTarget:
         return cls(tuple(target.shape), (WeightSlice(target, where),))
 
     def transposed(self) -> WeightTarget:
-        """For a checkpoint that keeps matrices transposed."""
+        """The same target in a checkpoint that keeps matrices transposed."""
         slices = tuple(WeightSlice(_tensor(each).t(), each.where[::-1]) for each in self.slices)
         return WeightTarget(self.shape[::-1], slices)
 

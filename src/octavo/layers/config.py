@@ -51,7 +51,7 @@ class RotaryConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaleConfig:
-    """By how much queries grow with their position: 1 + beta ln(1 + floor(position / period))."""
+    """How queries grow with their position: by 1 + beta ln(1 + floor(position / period))."""
 
     beta: float
     period: int  # the original context, in which it is 1
@@ -254,7 +254,7 @@ class AttentionConfig:
         )
 
     def with_linear_method(self, method: str) -> AttentionConfig:
-        """With another method for its projections, unless they have an unusual one."""
+        """The same with another method for its projections, unless they have an unusual one."""
         return replace(self, linear_method=method) if self.linear_method == "plain" else self
 
     @property
@@ -344,7 +344,7 @@ class MLPConfig:
         return replace(self, intermediate_size=size, shard=shard)
 
     def with_linear_method(self, method: str) -> MLPConfig:
-        """With another method for its projections, unless they have an unusual one."""
+        """The same with another method for its projections, unless they have an unusual one."""
         return replace(self, linear_method=method) if self.linear_method == "plain" else self
 
     @property

@@ -378,7 +378,7 @@ def _content(slot: WeightSlot) -> Tensor | QuantizedWeight:
 
 
 def _dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """In the model's dtype."""
+    """The weight in the model's dtype."""
     return weight.contiguous() if isinstance(weight, Tensor) else weight.dense(dtype)
 
 

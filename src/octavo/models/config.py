@@ -307,14 +307,14 @@ class ModelDescription:
 
     @property
     def project_in(self) -> LinearConfig | None:
-        """From embeddings to hidden states, where their sizes differ."""
+        """The projection from embeddings to hidden states, where their sizes differ."""
         if self.embedding_size is None or self.embedding_size == self.hidden_size:
             return None
         return LinearConfig(self.embedding_size, (self.hidden_size,))
 
     @property
     def project_out(self) -> LinearConfig | None:
-        """From hidden states to what the head takes, where their sizes differ."""
+        """The projection from hidden states to the head's inputs, where their sizes differ."""
         projection = self.project_in
         if projection is None:
             return None
@@ -322,7 +322,7 @@ class ModelDescription:
 
     @property
     def head(self) -> LinearConfig:
-        """From the final hidden states to logits of this rank's part of the vocabulary."""
+        """The projection from hidden states to the logits of this rank's part of the vocabulary."""
         rows = self.shard.padded(self.vocab_size)
         head = LinearConfig(
             self.embedding_size or self.hidden_size,
@@ -548,7 +548,7 @@ class ModelConfig(ModelDescription):
 
     @property
     def copy_form(self) -> CopyForm | None:
-        """In which form projections of layers may have copies; None: in none."""
+        """The form in which projections of layers may have copies; None: they have none."""
         quantization = self.quantization
         if quantization is None or quantization.weight_bytes is None:
             return "float12"
@@ -568,7 +568,8 @@ class ModelConfig(ModelDescription):
         return replace(self._with_copied_layers(count, num_experts), head_copy=of_head)
 
     def _with_copied_layers(self, num_layers: int, num_expert_layers: int) -> Self:
-        """With copies of projections in the first `num_layers` alone, and of experts."""
+        """The same model with copies of projections in the first `num_layers` alone, and of experts
+        in the first `num_expert_layers`."""
         form = self.copy_form
         of_experts = form if form == "float12" else None
 

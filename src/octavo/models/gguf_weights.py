@@ -182,7 +182,7 @@ def _check_finite(kind: str, are_finite: Tensor) -> None:
 
 
 def _read_dense(parts: Parts, quantization: Quantization, dtype: torch.dtype) -> Tensor:
-    """By the gguf package, some rows at a time."""
+    """Dequantize a matrix by the gguf package, some rows at a time."""
     import gguf
 
     [(kind, data)] = parts.items()

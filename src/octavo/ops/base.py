@@ -282,7 +282,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """For devices that compute where the arrays are: nothing is copied."""
+    """The staging of devices that compute where the arrays are: nothing is copied."""
 
     max_num_seqs = max_num_tokens = 1 << 30
 

@@ -110,7 +110,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig) -> Routed:
 
 
 def choose(logits: Tensor, correction: Tensor | None, config: RoutingConfig) -> Routed:
-    """From float32 logits [num_tokens, num_experts] to experts; correction: [num_experts]."""
+    """Choose experts by float32 logits [num_tokens, num_experts]; correction: [num_experts]."""
     if config.scoring == Scoring.SPARSEMIXER:
         return _mix_sparsely(logits, config)
     is_softmax = config.scoring == Scoring.SOFTMAX

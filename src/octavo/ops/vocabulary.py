@@ -32,7 +32,7 @@ class VocabularyShard:
 
     @classmethod
     def whole(cls, size: int) -> VocabularyShard:
-        """For whole rows."""
+        """The shard of a single rank, which has whole rows."""
         return cls(size, SingleRank())
 
     def gather(self, logits: Tensor) -> Tensor:

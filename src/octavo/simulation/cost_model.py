@@ -193,7 +193,7 @@ class ModelSize:
 
 
 def _saved(copies_save: tuple[tuple[int, int], ...], num_tokens: int) -> int:
-    """By copies that are read for so many tokens."""
+    """Bytes that copies save which are read for so many tokens."""
     return sum(num_bytes for most, num_bytes in copies_save if num_tokens <= most)
 
 

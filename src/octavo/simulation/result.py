@@ -100,7 +100,7 @@ class SimulationResult:
 
     @property
     def duration(self) -> float:
-        """From the beginning of the first step to the end of the last one."""
+        """Virtual seconds from the beginning of the first step to the end of the last one."""
         return self.seconds - self.steps[0].start if self.steps else 0.0
 
     @property

@@ -28,7 +28,7 @@ class TokenConstraint(Protocol):
 
     @property
     def company(self) -> Company:
-        """With which others its next mask is computed."""
+        """The others beside which its next mask is computed."""
 
     def accept(self, token_ids: Sequence[int]) -> str:
         """Take in the next tokens of the output. Returns "", or why they cannot be."""

@@ -95,7 +95,7 @@ class _AsMade:
     state: Mapping[str, Tensor]
 
     def get_parameter(self, name: str) -> Tensor:
-        """On the meta device."""
+        """A parameter of that name, on the meta device."""
         return self.state[name]
 
 

@@ -181,7 +181,7 @@ class TransformersLM(CausalLM):
 
 
 class _NoAttention:
-    """In the place of an attention backend: every token sees itself alone."""
+    """Stands in for an attention backend: every token sees itself alone."""
 
     def forward(self, layer_id: int, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         """See AttentionBackend.forward."""
@@ -233,7 +233,7 @@ class ModuleSinks:
 
 
 def _not_rotated(query: Tensor, key: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """In the place of the function that rotates: the attention backend does."""
+    """Stands in for the function that rotates heads, which the attention backend does."""
     return query, key
 
 

@@ -41,7 +41,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a BartForConditionalGeneration."""
+    """Describe a BartForConditionalGeneration by its config.json."""
     for name, harmless in (
         ("normalize_before", False),
         ("add_final_layer_norm", False),

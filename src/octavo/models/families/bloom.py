@@ -38,7 +38,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a BloomForCausalLM."""
+    """Describe a BloomForCausalLM by its config.json."""
     config.refuse("apply_residual_connection_post_layernorm", False)
     hidden = config.count(config.either("hidden_size", "n_embed"), 64)
     heads_field = config.either("n_head", "num_attention_heads")

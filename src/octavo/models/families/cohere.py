@@ -14,7 +14,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a CohereForCausalLM."""
+    """Describe a CohereForCausalLM by its config.json."""
     config.refuse("use_qk_norm", False)
     check_layer_types(config)
     return read_cohere(config, rope_theta=5e5)

@@ -17,7 +17,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Cohere2ForCausalLM."""
+    """Describe a Cohere2ForCausalLM by its config.json."""
     period = config.count("sliding_window_pattern", 4)
     default = periodic_layer_types(read_num_layers(config), period)
     windows = read_windows(config, default, read_window(config))

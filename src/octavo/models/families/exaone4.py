@@ -29,7 +29,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an Exaone4ForCausalLM."""
+    """Describe an Exaone4ForCausalLM by its config.json."""
     num_layers, window = read_num_layers(config), read_window(config)
     default = ["full_attention"] * num_layers
     if window is not None and config.get("layer_types", None) is None:

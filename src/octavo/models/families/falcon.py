@@ -27,7 +27,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a FalconForCausalLM."""
+    """Describe a FalconForCausalLM by its config.json."""
     config = config.with_defaults({"max_position_embeddings": 2048})
     hidden, bias = config.count("hidden_size"), config.flag("bias", False)
     placement = _read_placement(config)

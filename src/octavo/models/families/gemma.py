@@ -15,7 +15,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GemmaForCausalLM."""
+    """Describe a GemmaForCausalLM by its config.json."""
     check_layer_types(config)
     if config.get("hidden_act", None) == "gelu":  # the first checkpoints, which mean its tanh form
         config = Fields(config.where, config.values | {"hidden_act": "gelu_pytorch_tanh"})

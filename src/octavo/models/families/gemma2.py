@@ -25,7 +25,7 @@ SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Gemma2ForCausalLM."""
+    """Describe a Gemma2ForCausalLM by its config.json."""
     config = config.with_defaults(SOFTCAPS)
     default = [LAYER_TYPES[i % 2 == 0] for i in range(read_num_layers(config))]
     description = read_gemma(

@@ -32,7 +32,7 @@ ROPE_THETAS = {
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Gemma3ForCausalLM."""
+    """Describe a Gemma3ForCausalLM by its config.json."""
     config = config.with_defaults(DEFAULTS)
     period = config.count("sliding_window_pattern", 6)
     default = periodic_layer_types(read_num_layers(config), period)

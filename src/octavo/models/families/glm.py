@@ -23,7 +23,7 @@ EOS_TOKEN_IDS = (151329, 151336, 151338)
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GlmForCausalLM."""
+    """Describe a GlmForCausalLM by its config.json."""
     return read_glm(config, "pre")
 
 

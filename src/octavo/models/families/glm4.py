@@ -20,7 +20,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Glm4ForCausalLM."""
+    """Describe a Glm4ForCausalLM by its config.json."""
     return glm.read_glm(config, "around")
 
 

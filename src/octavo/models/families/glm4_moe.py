@@ -33,7 +33,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Glm4MoeForCausalLM."""
+    """Describe a Glm4MoeForCausalLM by its config.json."""
     check_layer_types(config)
     num_layers = read_num_layers(config)
     size = config.count("moe_intermediate_size", 1408)

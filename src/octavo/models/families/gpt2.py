@@ -34,7 +34,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GPT2LMHeadModel."""
+    """Describe a GPT2LMHeadModel by its config.json."""
     config.refuse("add_cross_attention", False)
     hidden = config.count(config.either("n_embd", "hidden_size"), 768)
     heads_field = config.either("n_head", "num_attention_heads")

@@ -30,7 +30,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GPTNeoXForCausalLM."""
+    """Describe a GPTNeoXForCausalLM by its config.json."""
     config.refuse("num_key_value_heads", None)
     # The family's own names; what others call the same has no effect beside them.
     for own, other, default in (

@@ -44,7 +44,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GptOssForCausalLM."""
+    """Describe a GptOssForCausalLM by its config.json."""
     config.refuse("swiglu_alpha", ALPHA)
     config.refuse("swiglu_limit", LIMIT)
     if all(config.get(name, None) is None for name in ("rope_parameters", "rope_scaling")):

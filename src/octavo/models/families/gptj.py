@@ -32,7 +32,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GPTJForCausalLM."""
+    """Describe a GPTJForCausalLM by its config.json."""
     hidden = config.count(config.either("n_embd", "hidden_size"), 4096)
     heads_field = config.either("n_head", "num_attention_heads")
     heads = config.count(heads_field, 16)

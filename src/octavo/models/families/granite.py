@@ -24,14 +24,14 @@ OPTIONS = frozenset(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GraniteForCausalLM."""
+    """Describe a GraniteForCausalLM by its config.json."""
     return read_granite(config)
 
 
 def read_granite(
     config: Fields, experts: Mapping[int, ExpertsConfig] | None = None
 ) -> ModelDescription:
-    """With experts in some layers, by their numbers, or in none."""
+    """Describe a Granite model; experts: those of some layers, by number; None: of no layer."""
     check_layer_types(config)
     multiplier = config.number("residual_multiplier", 1.0)
     eps = config.number("rms_norm_eps", 1e-6) / multiplier**2

@@ -24,7 +24,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a GraniteMoeForCausalLM."""
+    """Describe a GraniteMoeForCausalLM by its config.json."""
     experts = read_experts(
         config,
         num_experts=count_experts(config, "num_local_experts", 8),

@@ -28,7 +28,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a LlamaForCausalLM."""
+    """Describe a LlamaForCausalLM by its config.json."""
     if config.flag("use_sliding_window", True):
         config.refuse("sliding_window", None)
     check_layer_types(config)

@@ -12,7 +12,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a MarianMTModel."""
+    """Describe a MarianMTModel by its config.json."""
     for name, harmless in (
         ("normalize_before", False),
         ("add_final_layer_norm", False),

@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a MinistralForCausalLM."""
+    """Describe a MinistralForCausalLM by its config.json."""
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
     window = read_window(config)

@@ -20,7 +20,7 @@ DEFAULT_ROPE = {
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Ministral3ForCausalLM."""
+    """Describe a Ministral3ForCausalLM by its config.json."""
     name, old_name = "rope_parameters", "rope_scaling"
     if config.get(name, None) is None:
         moved = {name: config.get(old_name, None), old_name: None}

@@ -10,7 +10,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a MistralForCausalLM."""
+    """Describe a MistralForCausalLM by its config.json."""
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
     windows = uniform_windows(config, read_window(config))

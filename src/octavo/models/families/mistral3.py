@@ -14,7 +14,7 @@ TEXT_FAMILIES = {"mistral": mistral.FAMILY, "ministral3": ministral3.FAMILY}
 
 
 def read(config: Fields) -> ModelDescription:
-    """From text_config of a Mistral3ForConditionalGeneration."""
+    """Describe a Mistral3ForConditionalGeneration by its text_config."""
     family: Family = config.choice("model_type", TEXT_FAMILIES, "mistral")
     return family.read(config)
 

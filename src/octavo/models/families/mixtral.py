@@ -28,7 +28,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a MixtralForCausalLM."""
+    """Describe a MixtralForCausalLM by its config.json."""
     config.refuse("attention_bias", False)
     num_layers = read_num_layers(config)
     experts = read_experts(

@@ -36,7 +36,7 @@ REFUSED_OF_ATTENTION = {
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an MptForCausalLM."""
+    """Describe an MptForCausalLM by its config.json."""
     attention = config.part("attn_config", {})
     for fields, refused in ((config, REFUSED), (attention, REFUSED_OF_ATTENTION)):
         for name, harmless in refused.items():

@@ -9,7 +9,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an MT5ForConditionalGeneration."""
+    """Describe an MT5ForConditionalGeneration by its config.json."""
     config = config.with_defaults(
         {
             "vocab_size": 250112,

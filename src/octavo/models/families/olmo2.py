@@ -10,7 +10,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an Olmo2ForCausalLM."""
+    """Describe an Olmo2ForCausalLM by its config.json."""
     check_layer_types(config)
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(

@@ -22,7 +22,7 @@ ROPE_THETAS = {kind: ("rope_theta", 5e5) for kind in LAYER_TYPES}
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an Olmo3ForCausalLM."""
+    """Describe an Olmo3ForCausalLM by its config.json."""
     default = periodic_layer_types(read_num_layers(config), 4)
     windows = read_windows(config, default, read_window(config))
     positions = config.count("max_position_embeddings")

@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an OlmoeForCausalLM."""
+    """Describe an OlmoeForCausalLM by its config.json."""
     check_layer_types(config)
     experts = read_experts(
         config,

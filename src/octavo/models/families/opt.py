@@ -36,7 +36,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of an OPTForCausalLM."""
+    """Describe an OPTForCausalLM by its config.json."""
     hidden, heads = config.count("hidden_size", 768), config.count("num_attention_heads", 12)
     num_layers = config.count("num_hidden_layers", 12, MAX_LAYERS)
     positions = config.count("max_position_embeddings", 2048)

@@ -32,7 +32,7 @@ ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Phi3ForCausalLM."""
+    """Describe a Phi3ForCausalLM by its config.json."""
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
     config = Fields(

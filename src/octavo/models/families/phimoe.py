@@ -21,7 +21,7 @@ from octavo.routing import Scoring
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a PhimoeForCausalLM."""
+    """Describe a PhimoeForCausalLM by its config.json."""
     num_layers = read_num_layers(config)
     config.refuse("num_experts_per_tok", 2)  # SparseMixer chooses two, whatever it says
     experts = read_experts(
@@ -48,7 +48,7 @@ def read(config: Fields) -> ModelDescription:
 
 
 def _read_jitter(config: Fields) -> float:
-    """With 0 both experts have the weight 1, since none is as near as the best one."""
+    """The jitter; with 0 both experts have the weight 1, since none is as near as the best one."""
     name, default = "router_jitter_noise", 0.01
     is_zero = not isinstance(config.get(name, default), bool) and config.get(name, default) == 0
     return 0.0 if is_zero else config.number(name, default)

@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Qwen2ForCausalLM."""
+    """Describe a Qwen2ForCausalLM by its config.json."""
     config.refuse("attention_bias", True)
     config.refuse("mlp_bias", False)
     windows = read_qwen_windows(config)

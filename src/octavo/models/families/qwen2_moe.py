@@ -36,7 +36,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Qwen2MoeForCausalLM."""
+    """Describe a Qwen2MoeForCausalLM by its config.json."""
     config.refuse("mlp_bias", False)
     shared = gated_mlp(config, config.count("shared_expert_intermediate_size", 5632))
     experts = read_experts(

@@ -10,7 +10,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Qwen3ForCausalLM."""
+    """Describe a Qwen3ForCausalLM by its config.json."""
     config.refuse("mlp_bias", False)
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(

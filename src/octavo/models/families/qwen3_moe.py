@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Qwen3MoeForCausalLM."""
+    """Describe a Qwen3MoeForCausalLM by its config.json."""
     config.refuse("mlp_bias", False)
     experts = read_experts(
         config,

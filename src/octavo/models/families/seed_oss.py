@@ -10,7 +10,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a SeedOssForCausalLM."""
+    """Describe a SeedOssForCausalLM by its config.json."""
     check_layer_types(config)
     return read_rotary_decoder(
         config,

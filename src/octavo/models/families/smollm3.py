@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a SmolLM3ForCausalLM."""
+    """Describe a SmolLM3ForCausalLM by its config.json."""
     rotates = _read_rotating_layers(config)
     window = read_window(config, None) if config.flag("use_sliding_window", False) else None
     default = [LAYER_TYPES[window is not None and not rotated] for rotated in rotates]

@@ -11,7 +11,7 @@ from octavo.models.family import Family
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a StableLmForCausalLM."""
+    """Describe a StableLmForCausalLM by its config.json."""
     config.refuse("qk_layernorm", False)
     norm = NormConfig("layer", config.count("hidden_size"), config.number("layer_norm_eps", 1e-5))
     is_parallel = config.flag("use_parallel_residual", False)

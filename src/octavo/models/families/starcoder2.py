@@ -23,7 +23,7 @@ WEIGHTS = replace(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a Starcoder2ForCausalLM."""
+    """Describe a Starcoder2ForCausalLM by its config.json."""
     hidden, bias = config.count("hidden_size"), config.flag("use_bias", True)
     return read_rotary_decoder(
         config,

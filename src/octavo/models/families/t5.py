@@ -72,7 +72,7 @@ WEIGHTS = WeightNames(
 
 
 def read(config: Fields) -> ModelDescription:
-    """From config.json of a T5ForConditionalGeneration."""
+    """Describe a T5ForConditionalGeneration by its config.json."""
     # Files of the first T5 say nothing or true, and mean both: one table, and scaled logits.
     tied = config.flag("tie_word_embeddings", True)
     return read_t5(config, tied, is_scaled=config.flag("scale_decoder_outputs", tied))

@@ -320,7 +320,7 @@ def _mask(address: int, like: Any) -> None:
 
 
 def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
-    """As a C function of the address of its arguments; elements are float32 or uint16 (bf16)."""
+    """A norm as a C function of its arguments' address; elements: float32 or uint16 (bf16)."""
     sources = digest_of(cpu_vectors)
 
     def norm(address):

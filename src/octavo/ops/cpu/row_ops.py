@@ -266,7 +266,7 @@ def _bits(number: float) -> int:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """On the CPU, with every token's elements dense."""
+    """Whether a tensor is on the CPU, with every token's elements dense."""
     return x.is_cpu and (x.is_contiguous() or x[0].is_contiguous())
 
 

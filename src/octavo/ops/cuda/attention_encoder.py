@@ -66,7 +66,7 @@ def encoder_config(
 
 
 class TritonBidirectional(BidirectionalAttention):
-    """On GPUs: one launch for all inputs."""
+    """The attention of encoders on GPUs: one launch for all inputs."""
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         super().__init__(layers, device)

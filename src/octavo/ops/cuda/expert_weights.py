@@ -181,7 +181,7 @@ def _of_grouped(form: GroupedInt) -> ExpertMatrices | None:
     num_groups = -(-size // columns)
 
     def spread(values: Tensor) -> Tensor:
-        """With a value for each `columns` inputs, and for those that are padding."""
+        """The same values, one for each `columns` inputs, and for those that are padding."""
         spread = values.repeat_interleave(-(-group // columns), dim=2)[..., :num_groups]
         return _padded(spread, BLOCK // columns)
 
@@ -197,7 +197,7 @@ def _of_grouped(form: GroupedInt) -> ExpertMatrices | None:
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """With zeros up to a multiple of so many in the last dimension."""
+    """The values with zeros after them, up to a multiple of so many in the last dimension."""
     return torch.nn.functional.pad(values, (0, -values.shape[-1] % multiple)).contiguous()
 
 

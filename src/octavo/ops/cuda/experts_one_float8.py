@@ -237,13 +237,13 @@ def _launch(
 
 
 def _descriptor(matrices: ExpertMatrices) -> object:
-    """For TMA: what 8 pieces have of 8 rows."""
+    """The TMA descriptor of 8 pieces of 8 rows."""
     pieces = matrices.values.view(-1, matrices.size // BLOCK, BLOCK)
     return swizzled_descriptor(pieces, [_ROWS.value, _FOLD.value, BLOCK], 128)
 
 
 def _scale_descriptor(scales: Tensor) -> object:
-    """For TMA: 128 bytes of scales, more than a tile has."""
+    """The TMA descriptor of 128 bytes of scales, which are more than a tile has."""
     size = scales.numel()
     row = scales.as_strided((1, size), (size + -size % 4, 1))  # TMA wants steps of 16 bytes
     return swizzled_descriptor(row, [1, _SCALES.value], 0)

@@ -187,7 +187,7 @@ def _launch(
 
 
 def _descriptors(tables: ExpertTables) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """For TMA: what eight blocks have of eight rows of both matrices, and the shifts of 16."""
+    """TMA descriptors: of eight rows of both matrices in eight blocks, and of the shifts of 16."""
     blocks = tables.num_blocks
     words = tables.words.view(-1, blocks, ROWS, 32)
     shifts = tables.shifts.view(-1, blocks, ROWS // 16, 32)

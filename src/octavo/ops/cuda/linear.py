@@ -194,7 +194,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _is_on_hopper(device: torch.device) -> bool:
-    """As `_is_hopper`, of any device."""
+    """Whether it is a Hopper GPU; the device may also be a CPU."""
     return device.type == "cuda" and _is_hopper(device)
 
 

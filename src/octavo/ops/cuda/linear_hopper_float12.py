@@ -78,7 +78,7 @@ class Float12Tiles:
         return -(-size // (PIECE_INPUTS * self.blocks * self.fold))
 
     def stages(self, size: int) -> int:
-        """As many as are of use for so many inputs and fit in shared memory."""
+        """How many stages fit in shared memory, and are of use for so many inputs."""
         most = _SHARED_MEMORY // self.per_sm // self.stage_bytes
         return max(2, min(_MOST_STAGES, most, self.steps(size)))
 

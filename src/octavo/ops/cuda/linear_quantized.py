@@ -250,7 +250,7 @@ def _gate_descriptor(stored: StoredWeight, rows: int) -> Any:
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """As many programs as have room in the workspace, at most."""
+    """The number of SMs; at most as many as there is room for in the workspace."""
     return min(num_sms(device), MAX_PROGRAMS)
 
 
@@ -508,7 +508,7 @@ class QuantizedCudaLinear:
     def _multiply_packed(
         self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, programs: PackedPrograms
     ) -> Tensor:
-        """With splits: partial sums."""
+        """One token's product by linear_gemv_packed.py's kernel; with splits, partial sums."""
         num_rows = self._num_results(epilogue)
         out = self._output(len(x), num_rows, programs.splits if programs.splits > 1 else 0)
         linear_packed(x, self._stored, bias, out, epilogue, programs)

@@ -96,7 +96,7 @@ def choose_ring(
     is_float8: bool = False,
     follows_experts: bool = False,
 ) -> Ring:
-    """For W [num_rows, size], half of whose rows are gates with `is_gated`."""
+    """The ring for W [num_rows, size], half of whose rows are gates with `is_gated`."""
     halves = 2 if is_gated else 1
     piece = _width(is_float8)
 

@@ -298,7 +298,7 @@ def unpacked(signs, exponents, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _added(sums, place: gl.constexpr, left, right):
-    """With a product added to those at that place."""
+    """The sums with the product of left and right added to those at `place`."""
     found = ()
     for i in gl.static_range(len(sums)):
         found += (mma_v2(left, right, sums[i]) if i == place else sums[i],)  # type: ignore[assignment]

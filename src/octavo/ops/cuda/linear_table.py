@@ -205,7 +205,7 @@ def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> T
 
 
 def _tiles_of_many(tokens: int) -> Tiles | None:
-    """For so many rows that all SMs are busy to the end, as in a vocabulary."""
+    """Tiles for so many rows that all SMs are busy to the end, as in a vocabulary."""
     if tokens == SIZES[-1]:
         return None
     if tokens == SIZES[0]:
@@ -214,7 +214,7 @@ def _tiles_of_many(tokens: int) -> Tiles | None:
 
 
 def _tiles_of_128(num_rows: int, size: int, halves: int) -> Tiles | None:
-    """For 128 tokens, with which cuBLAS is often as fast."""
+    """Tiles for 128 tokens; None: cuBLAS is as fast, as it often is with so many."""
     num_tiles = -(-num_rows // _ROWS)
     if halves == 2 and _NUM_SMS < num_tiles <= 2 * _NUM_SMS:
         return Tiles(128, 128, 64, 4, warps=8)

@@ -182,7 +182,7 @@ def _num_warps(block: int, num_rows: int, num_splits: int, exchanges: bool) -> i
 
 @triton.jit
 def _sum_of_splits(start, stride, inside, columns, SPLITS: tl.constexpr):
-    """In their order; all are asked for before the first ones are added."""
+    """The sum of the splits in their order; all are loaded before the first ones are added."""
     parts = (tl.load(start + columns, mask=inside, other=0.0),)
     for split in tl.static_range(1, SPLITS):
         part = tl.load(start + split * stride + columns, mask=inside, other=0.0)

@@ -163,7 +163,7 @@ class EngineClient:
 
     @property
     def open_requests(self) -> dict[str, OpenRequest]:
-        """By request id; not to be changed."""
+        """The open requests by id; callers must not change them."""
         return self._journal.requests
 
     # ---------------------------------------------------------------- requests

@@ -73,13 +73,13 @@ class Context:
 
     @property
     def files(self) -> FileStore:
-        """For endpoints that are there only where files are kept."""
+        """The files. Endpoints that use them are there only where files are kept."""
         assert self.storage is not None, "their routers are not included without it"
         return self.storage.files
 
     @property
     def batches(self) -> Batches:
-        """For endpoints that are there only where files are kept."""
+        """The batches. Endpoints that use them are there only where files are kept."""
         assert self.storage is not None, "their routers are not included without it"
         return self.storage.batches
 

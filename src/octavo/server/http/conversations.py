@@ -91,7 +91,7 @@ class ChatMessage(_Lenient):
     tool_call_id: str | None = None
     """In a message of a tool: the call that it answers."""
     name: str | None = None
-    """For templates that show it."""
+    """The name of the tool, for templates that show it."""
 
     function_call: Annotated[object, Refused("use tool_calls")] = None
     audio: Annotated[object, Refused("octavo reads text")] = None

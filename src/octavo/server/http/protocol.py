@@ -368,7 +368,7 @@ class Connection(asyncio.Protocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
 
     def _lose_to_uvicorn(self, error: Exception | None) -> None:
-        """For uvicorn the client has gone: it tells the application, and sends nothing more."""
+        """Tell uvicorn that its client has gone: it tells the application, and sends no more."""
         if self._is_made and not self._is_lost_to_uvicorn:
             self._is_lost_to_uvicorn = True
             self._http.connection_lost(error)

@@ -145,7 +145,7 @@ def _running_choice(stream: RequestStream, index: int) -> Parent:
 
 
 def _ended_choices(stream: RequestStream) -> list[Parent]:
-    """In the order of the reply's choices."""
+    """What can be forked of a response that has ended, in the order of its choices."""
     outputs: Sequence[SequenceOutput] = () if stream.output is None else stream.output.outputs
     if stream.samples:
         ends = [(sample.token_ids, sample.finish_reason) for sample in stream.samples]

@@ -48,7 +48,7 @@ class TokenTexts:
         return self._tokenizer is not None and self._tokenizer.is_special(token_id)
 
     def prompt_logprobs(self, scores: Sequence[TokenLogprobs | None], count: int) -> PromptLogprobs:
-        """At each place the token itself and the `count` likeliest."""
+        """Scores at each place: of the token itself, and of the `count` likeliest ones."""
         return [None if score is None else self._scored(score, count) for score in scores]
 
     def chat_logprobs(self, scores: Iterable[TokenLogprobs]) -> list[ChatTokenLogprob]:

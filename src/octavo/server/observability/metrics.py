@@ -119,7 +119,7 @@ class Metrics(Listener):
         self.registry.register(EngineTotals(client, self._model_name))
 
     def latency_counts(self) -> LatencyCounts:
-        """For the dashboard, which draws its own percentiles."""
+        """The latencies so far by bucket, for the dashboard, which draws its own percentiles."""
         first_token = self._families["time_to_first_token_seconds"]
         inter_token = self._families["inter_token_latency_seconds"]
         return LatencyCounts(list(SHORT), _counts(first_token), _counts(inter_token))

@@ -119,7 +119,7 @@ class PendingTokens(ABC):
         raise NotImplementedError
 
     def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
-        """As `keep`; and write counter, int64 [1], and the tokens to the host."""
+        """Do what `keep` does, and write counter, int64 [1], and the tokens to the host."""
         raise NotImplementedError
 
 
@@ -255,7 +255,7 @@ class Device(ABC):
         return Moment()
 
     def staging(self, scheduler: SchedulerConfig, num_shapes: int) -> Staging:
-        """For steps of these sizes, of a model with `num_shapes` shapes of attention layers."""
+        """A staging for steps of these sizes, and for `num_shapes` shapes of attention layers."""
         return HostStaging()
 
     @abstractmethod

@@ -84,7 +84,7 @@ class AbortBody(Body):
     """POST /abort_requests: which requests to end."""
 
     request_ids: Annotated[list[str], Field(min_length=1, max_length=MAX_IDS), FAIL_FAST]
-    """As in X-Request-Id, or as the `id` of replies."""
+    """The ids of requests, as in X-Request-Id, or as the `id` of replies."""
 
 
 class Aborted(msgspec.Struct, kw_only=True):

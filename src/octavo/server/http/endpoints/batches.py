@@ -36,7 +36,7 @@ class BatchBody(Body):
     input_file_id: str
     """A file with the purpose batch: a request per line (custom_id, method, url, body)."""
     endpoint: str
-    """To which all of its requests go."""
+    """The endpoint that all requests of the batch go to."""
     completion_window: Literal["24h"]
     """What is not answered by then is given up."""
     metadata: (

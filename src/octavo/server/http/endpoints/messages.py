@@ -106,9 +106,9 @@ class MessageTool(Lenient):
 class MessageToolChoice(Lenient):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """With the type tool: which."""
+    """The tool that is to be called, with the type tool."""
     disable_parallel_tool_use: bool | None = None
-    """At most one call."""
+    """Whether the answer makes at most one call."""
 
 
 class ThinkingOptions(Lenient):

@@ -80,7 +80,7 @@ class Version(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct, kw_only=True):
-    """With SGLang's names, by which its router registers a server."""
+    """What SGLang's router registers a server by, with its names."""
 
     version: str
     model_path: Annotated[str, Meta(description="The model, as it was given to the server.")]
@@ -94,7 +94,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """With SGLang's names."""
+    """What the server runs, with SGLang's names."""
 
     model_path: str
     tokenizer_path: str

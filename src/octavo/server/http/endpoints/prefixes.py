@@ -34,7 +34,7 @@ class PrefixBody(Body):
     """Not given: the server makes one."""
     add_special_tokens: bool | None = None
     cache_salt: ShortText | None = None
-    """As in the requests that are to find it."""
+    """The salt of the requests that are to find the prefix."""
 
 
 class PinnedPrefix(msgspec.Struct, kw_only=True):
