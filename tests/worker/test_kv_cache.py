@@ -99,7 +99,11 @@ def test_more_memory_than_the_machine_has_is_refused() -> None:
 
 def test_a_swap_tier_may_be_absent() -> None:
     cache = KVCache(2, 0, SHAPE, torch.float32, DEVICE)
+    cache.blocks[1], cache.blocks[2] = 1, 2
     move(cache, plan(copies=[(1, 2)]))
+    device, swap = contents(cache)
+    assert device[1:] == [1, 1]
+    assert len(swap) == 1, "the null block alone"
 
 
 def test_runs_of_copies_are_cut_where_they_depend_on_each_other() -> None:
