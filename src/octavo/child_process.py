@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
-from octavo.errors import EngineFailed
+from octavo.errors import EngineFailed, lines_of_code, without_values
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Files, memory or processes of this one, or of the whole system.
@@ -161,10 +162,20 @@ def forward_logs(level: int, send: Callable[[logging.LogRecord, str], None]) -> 
     logger.propagate = False
 
 
+class _WithoutValues(logging.Formatter):
+    """Writes an error as the server's log does: without a message that may quote a request."""
+
+    def formatException(self, ei: Any) -> str:
+        """See logging.Formatter.formatException."""
+        _, error, _ = ei
+        return "" if error is None else f"{without_values(error)}\n{lines_of_code(error)}".rstrip()
+
+
 class _Forwarding(logging.Handler):
     def __init__(self, send: Callable[[logging.LogRecord, str], None]) -> None:
         super().__init__()
         self._send = send
+        self.setFormatter(_WithoutValues())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -6,6 +6,7 @@ An `assert` in octavo guards against its own bugs; what a user can cause raises 
 from __future__ import annotations
 
 import reprlib
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -124,6 +125,23 @@ class _Shortened(reprlib.Repr):
 def shown(value: object) -> str:
     """A value for an error message: its repr, shortened if it is long. Never raises."""
     return _SHORTENED.repr(value).replace("\n", " ")
+
+
+def without_values(error: BaseException) -> str:
+    """An error for the log of a server, which holds nothing of a prompt or an output.
+
+    Messages of octavo's own errors are written for it, and those of a device or the system have
+    sizes and states (torch raises RuntimeErrors). Any other message may quote what a request has:
+    of such an error the type is said alone.
+    """
+    kind = type(error).__name__
+    is_plain = isinstance(error, OctavoError | RuntimeError | OSError | MemoryError)
+    return f"{kind}: {error}" if is_plain else kind
+
+
+def lines_of_code(error: BaseException) -> str:
+    """Where an error was raised: its traceback without the message."""
+    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def few(names: Iterable[str]) -> str:

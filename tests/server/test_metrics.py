@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 import model_zoo
 from octavo import LLM, SamplingParams
+from octavo.child_process import forward_logs
 from octavo.engine.events import Counters, Gauges, Preempted
 from octavo.engine.recorder import Recorder
 from octavo.errors import (
@@ -289,6 +290,30 @@ def test_a_client_cannot_write_lines_of_the_log() -> None:
         [line] = formatter.format(record).split("\n")
         assert "/v1" in line
     assert r'user="me\n2026 error: status=500\u2028"' in line
+
+
+def test_log_lines_of_engine_processes_hold_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, lines = logging.getLogger("octavo"), list[str]()
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(log, name, getattr(log, name))
+    forward_logs(logging.INFO, lambda _, text: lines.append(text))
+    prompt, device = "a piece of somebody's prompt", "an illegal memory access"
+    for error in (
+        ValueError(prompt),
+        KeyError(prompt),
+        AssertionError(prompt),
+        RuntimeError(device),
+    ):
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("octavo.x").exception("broken")
+    for line, kind in zip(lines, ("Value", "Key", "Assertion", "Runtime"), strict=True):
+        assert line.startswith("broken\n")
+        assert f"{kind}Error" in line
+        assert "test_metrics.py" in line
+        assert "somebody" not in line
+    assert device in lines[-1]
 
 
 def test_log_lines_hold_no_secrets() -> None:

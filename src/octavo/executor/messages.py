@@ -11,6 +11,7 @@ secret (rank_sockets.py).
 from __future__ import annotations
 
 import pickle
+import traceback
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite
-from octavo.errors import EngineFailed, OctavoError
+from octavo.errors import EngineFailed, OctavoError, lines_of_code, without_values
 from octavo.executor.base import KVCapacity
 from octavo.models.config import ModelConfig
 from octavo.parallel import Shard
@@ -59,10 +60,17 @@ class Failed:
     traceback: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, traceback: str) -> Failed:
+    def of(cls, rank: int, error: BaseException, in_server: bool) -> Failed:
+        """What a rank says of the error that it ends with; in_server: once it computes requests
+        of others, whose prompts must not come into the log."""
+        if in_server:
+            text, where = without_values(error), lines_of_code(error)
+        else:
+            text = f"{type(error).__name__}: {error}"
+            where = "".join(traceback.format_exception(error))
         if not isinstance(error, OctavoError):
-            error = EngineFailed(f"rank {rank}: {type(error).__name__}: {error}")
-        return cls(error, traceback)
+            error = EngineFailed(f"rank {rank}: {text}")
+        return cls(error, where)
 
 
 class LogLine(NamedTuple):

@@ -14,7 +14,6 @@ import select
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,16 +115,17 @@ def run(file_descriptor: int, make: Callable[[Start], tuple[Ready, Submit]]) -> 
     forward_logs(start.log_level, send_log)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    rank = start.shard.rank
+    rank, serves = start.shard.rank, False
     try:
         ready, submit = make(start)
         channel.send(encode(ready))
+        serves = start.config.owns_process
         serve(channel, submit, answers=rank == 0)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone
     except BaseException as error:
         with contextlib.suppress(OSError):  # the other side is gone, too
-            channel.send(encode(Failed.of(rank, error, traceback.format_exc())))
+            channel.send(encode(Failed.of(rank, error, in_server=serves)))
         return 1
     return 0
 

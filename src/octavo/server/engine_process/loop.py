@@ -22,7 +22,13 @@ from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
 from octavo.engine.results import Finished, StepResults, report_of
 from octavo.engine.snapshot import take_snapshot, view_request
-from octavo.errors import OctavoError, ProcessKilled, RequestFailed
+from octavo.errors import (
+    OctavoError,
+    ProcessKilled,
+    RequestFailed,
+    lines_of_code,
+    without_values,
+)
 from octavo.llm import load_engine
 from octavo.server.engine_process import messages as m
 from octavo.simulation.prediction import find_predictor
@@ -242,7 +248,7 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         raise
     except Exception as error:
         # Without the message: it may hold a piece of the prompt.
-        kind, where = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+        kind, where = type(error).__name__, lines_of_code(error)
         logger.error("request %s could not be queued: %s\n%s", request_id, kind, where)
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
@@ -271,9 +277,9 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
         was_killed = isinstance(error, ProcessKilled)
-        channel.send(m.encode(m.Crashed(message, traceback.format_exc(), was_killed)))
+        crashed = m.Crashed(without_values(error), lines_of_code(error), was_killed)
+        channel.send(m.encode(crashed))
         return 1
     finally:
         engine.close()
