@@ -195,7 +195,7 @@ class Scratch:
 
     @classmethod
     def of(cls, num_rows: int, num_elements: int, device: torch.device) -> Scratch:
-        """For so many rows of results, with so many elements in all."""
+        """Make places for so many rows of results, with so many elements in all."""
         means, sizes = (
             torch.full((num,), EMPTY.value, dtype=torch.int32, device=device)
             for num in (num_elements, num_rows)
@@ -461,7 +461,6 @@ def _decode_kernel(
     value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -781,7 +780,6 @@ def decode_attention(
         *scale_arguments(kv_scales),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_PAD=group_pad,
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,

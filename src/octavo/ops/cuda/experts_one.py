@@ -83,7 +83,7 @@ def mix_one(
 
 
 @triton.jit
-def _added(acc, piece, values, scales, start, SCALE_COLUMNS: tl.constexpr):
+def _added(acc, piece, values, scales, SCALE_COLUMNS: tl.constexpr):
     """acc plus products of weights [ROWS, BLOCK] and values.
 
     If columns have scales, acc is [ROWS]; else it is [ROWS, BLOCK], to be added up at the end.
@@ -101,8 +101,8 @@ def _added(acc, piece, values, scales, start, SCALE_COLUMNS: tl.constexpr):
 
 @triton.jit
 def _scales_of(scales, start, num_scales, BLOCK: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
-    """Of pointers [ROWS, 1] to the scales of rows: those of the columns from `start` on, or of the
-    whole row."""
+    """The scales of the columns from `start` on, [ROWS, columns], by pointers [ROWS, 1] to those of
+    each row; 1 if whole rows have scales."""
     if SCALE_COLUMNS > 0:
         places = start // SCALE_COLUMNS + tl.arange(0, BLOCK // SCALE_COLUMNS)[None, :]
         found = tl.load(scales + places, mask=places < num_scales, other=0.0)
@@ -113,7 +113,7 @@ def _scales_of(scales, start, num_scales, BLOCK: tl.constexpr, SCALE_COLUMNS: tl
 
 @triton.jit
 def _total(acc, scales, HAS_SCALES: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
-    """Of `_added`: a value for each row; scales are those of whole rows."""
+    """What `_added` has added up, a value per row, times `scales` if whole rows have them."""
     if SCALE_COLUMNS > 0:
         total = acc
     else:
@@ -181,18 +181,18 @@ def _gate_up_one_kernel(
         inside = columns < size - start
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         found = _scales_of(scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-        acc = _added(acc, pieces[i], values, found, start, SCALE_COLUMNS)
+        acc = _added(acc, pieces[i], values, found, SCALE_COLUMNS)
         found = _scales_of(up_scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-        up_acc = _added(up_acc, up_pieces[i], values, found, start, SCALE_COLUMNS)
+        up_acc = _added(up_acc, up_pieces[i], values, found, SCALE_COLUMNS)
     for start in range(AHEAD * BLOCK, size, BLOCK):
         inside = columns < size - start
         piece = tl.load(places + start, mask=inside[None, :], other=0.0)
         up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         found = _scales_of(scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-        acc = _added(acc, piece, values, found, start, SCALE_COLUMNS)
+        acc = _added(acc, piece, values, found, SCALE_COLUMNS)
         found = _scales_of(up_scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-        up_acc = _added(up_acc, up_piece, values, found, start, SCALE_COLUMNS)
+        up_acc = _added(up_acc, up_piece, values, found, SCALE_COLUMNS)
     gate = _total(acc, row_scale, HAS_SCALES, SCALE_COLUMNS)
     up = _total(up_acc, up_row_scale, HAS_SCALES, SCALE_COLUMNS)
     if bias is not None:
@@ -274,13 +274,13 @@ def _down_one_kernel(
             found = _scales_of(slot_scales, i * BLOCK, num_scales, BLOCK, SCALE_COLUMNS)
             piece = pieces[row * AHEAD + i]
             values = loaded[i].to(tl.float32)
-            acc = _added(acc, piece, values, found, i * BLOCK, SCALE_COLUMNS)
+            acc = _added(acc, piece, values, found, SCALE_COLUMNS)
         for start in range(AHEAD * BLOCK, size, BLOCK):
             inside = is_slot[:, None] & (columns < size - start)[None, :]
             piece = tl.load(places + start, mask=inside, other=0.0)
             values = tl.load(inputs + start, mask=inside, other=0.0).to(tl.float32)
             found = _scales_of(slot_scales, start, num_scales, BLOCK, SCALE_COLUMNS)
-            acc = _added(acc, piece, values, found, start, SCALE_COLUMNS)
+            acc = _added(acc, piece, values, found, SCALE_COLUMNS)
         y = _total(acc, row_scales[row], HAS_SCALES, SCALE_COLUMNS)
         if bias is not None:
             biases = tl.load(bias + experts * num_rows + number, mask=is_slot, other=0.0)

@@ -30,7 +30,7 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.vocabulary import VocabularyShard, pack
 
 CHUNK = 4096  # logits that a program works on
-# Of few draws, which are a matter of latency: many small programs.
+# Few draws are a matter of latency: they get many small programs.
 SMALL_CHUNK, FEW_DRAWS = 1024, 8
 NO_TOKEN = tl.constexpr(-1)
 
@@ -81,7 +81,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     common = {"CHUNK": chunk, "CHUNKS": chunks, **pdl}
     grid = (num_chunks, num_draws)
     setting = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
-    _peak_kernel[grid](*setting, *sizes, draws.masks.shape[1], 0, **common)
+    _peak_kernel[grid](*setting, *sizes, draws.masks.shape[1], 0, CHUNK=chunk, **pdl)
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
@@ -141,7 +141,7 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     grid = (own, num_draws)
     masked = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
     places = (stride, num_tokens, own, draws.masks.shape[1], vocabulary.start)
-    _peak_kernel[grid](*masked, *places, **common)
+    _peak_kernel[grid](*masked, *places, CHUNK=chunk, **pdl)
     both = communicator.all_gather(pack(peaks, peak_ids + vocabulary.start))
     peaks, peak_ids = (
         part.transpose(0, 1).contiguous().view(num_draws, num_chunks)
@@ -196,7 +196,6 @@ def _peak_kernel(
     num_words,
     first_token,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
