@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from core.symbolic import HARMFUL, Ask
 from core.worlds import BLOCK_SIZE, World, make_sequence, preempt
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.invariants import check_scheduler
-from octavo.core.kv.manager import Changes
+from octavo.core.kv.manager import Changes, KVCacheManager
+from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.plan_builder import PlanBuilder
 from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Sequence, Status
@@ -351,6 +354,31 @@ class TestPriority:
         world.add("urgent", 16, 4, priority=1)
         world.step()
         assert low.status is Status.RUNNING
+
+    @pytest.mark.parametrize("lacking", ["blocks", "slots"])
+    def test_blocks_of_victims_are_not_counted_where_they_are_too_few(
+        self, monkeypatch: pytest.MonkeyPatch, lacking: str
+    ) -> None:
+        """While an urgent request waits, each step would count all that the victims hold."""
+        counted: list[int] = []
+        original = KVCacheManager.num_releasable_blocks
+
+        def count(self: KVCacheManager, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
+            counted.append(len(seqs))
+            return original(self, seqs, wanted)
+
+        monkeypatch.setattr(KVCacheManager, "num_releasable_blocks", count)
+        world = World(20, max_num_seqs=3, policy="priority", enable_prefix_caching=False)
+        world.add("equal", num_prompt_tokens=40, num_output_tokens=8)
+        world.add("later", num_prompt_tokens=20, num_output_tokens=8, priority=1)
+        world.step()
+        size = 60 if lacking == "blocks" else 4
+        urgent = world.add("urgent", num_prompt_tokens=size, n=1 if lacking == "blocks" else 3)
+        for _ in range(3):
+            world.step()
+        assert urgent.status is Status.WAITING
+        assert not counted
+        world.run()
 
     def test_who_displaces_the_last_one_gets_its_room_at_once(self) -> None:
         """In this very step the important one takes a block more: one less for the urgent."""

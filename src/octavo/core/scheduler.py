@@ -229,19 +229,20 @@ class Scheduler:
         demand = self._demand(request, builder)
         if demand.hit.is_unfinished or demand.hit.in_progress:
             return False
-        held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
-        free = self.kv.num_free_blocks - self._num_reserved_blocks
-        free += self.kv.num_releasable_blocks(held, demand.hit)
         slots = self.queues.num_free_slots
         slots += sum(other.method.max_sequences for other in leaving)
         room = builder.budget - self.queues.num_running_seqs
         room += sum(len(other.sequences) for other in leaving)
-        return (
-            demand.num_blocks <= free
-            and request.method.max_sequences <= slots
-            and room - demand.hit.num_to_encode
-            >= (1 if self.config.enable_chunked_prefill else demand.num_tokens)
-        )
+        least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
+        if request.method.max_sequences > slots or room - demand.hit.num_to_encode < least:
+            return False
+        held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
+        free = self.kv.num_free_blocks - self._num_reserved_blocks
+        # What becomes free takes as long to count as there are blocks, in every step in which the
+        # request waits, so that is done only where it may be enough.
+        if demand.num_blocks > free + self.kv.num_table_entries(held):
+            return False
+        return demand.num_blocks <= free + self.kv.num_releasable_blocks(held, demand.hit)
 
     # ---------------------------------------------------------------- running requests
 

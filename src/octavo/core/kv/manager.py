@@ -401,6 +401,10 @@ class KVCacheManager:
         holders = Counter(b for seq in seqs for b in _table(seq).held())
         return sum(self.pool.ref_count(b) == count for b, count in holders.items() if b not in kept)
 
+    def num_table_entries(self, seqs: Seq[Sequence]) -> int:
+        """No fewer than `num_releasable_blocks`, and found without looking at each block."""
+        return sum(len(ids) for seq in seqs for ids in _table(seq).by_group())
+
     def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """How many free blocks a sequence takes that starts from `hit` and reaches `num_tokens`."""
         taken = 0
