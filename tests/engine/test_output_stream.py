@@ -111,8 +111,9 @@ def test_results_stay_as_they_are(tokenizer: Tokenizer) -> None:
         take(stream, *row)
     stream.take_end(results.finished[0])
     output = stream.conclude(9.0)
-    scored = stream.scored(output)
     assert output.outputs[0].logprobs is None
+    assert output.prompt_logprobs is None
+    scored = stream.completed(output)
     num_tokens = len(output.outputs[0].token_ids)
     assert scored.outputs[0].logprobs == [score] * num_tokens
     assert scored.outputs[0].cumulative_logprob == -0.5 * num_tokens

@@ -39,6 +39,7 @@ class ScriptedStream:
 
     prompt_logprobs = output = None
     samples = ()  # none that could be forked
+    num_entries = 1
 
     def __init__(self, prompt: list[int], pieces: list[str], reason: str, stop: str | None) -> None:
         self.prompt_token_ids, self.num_cached_tokens = prompt, 3
@@ -50,12 +51,15 @@ class ScriptedStream:
             ends = number == len(self._pieces)
             reason, stop = (self._reason, self._stop) if ends else (None, None)
             yield SequenceDelta("r", 0, piece, [number], [], reason, stop)
-        yield await self.result()
+        yield await self.unscored()
 
-    async def result(self) -> RequestOutput:
+    async def unscored(self) -> RequestOutput:
         ids = list(range(len(self._pieces)))
         output = SequenceOutput(0, ids, "".join(self._pieces), self._reason, self._stop)
         return RequestOutput("r", None, self.prompt_token_ids, [output])
+
+    def scored(self, output: RequestOutput) -> RequestOutput:
+        return output
 
     def abort(self) -> None:
         """It has nothing to end."""

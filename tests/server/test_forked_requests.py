@@ -6,17 +6,21 @@ import asyncio
 import json
 import os
 import signal
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import pytest
 
-from octavo.outputs import SequenceDelta
+from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.app import create_app
+from octavo.server.http.endpoints.completions import CompletionWriter
 from octavo.server.http.settings import ServerSettings
+from octavo.server.offload import LARGE_REPLY
 from server.clients import assert_nothing_is_held, complete, kill, run, sampling, symbolic_client
 from server.symbolic_engine import expected_tokens
 
@@ -51,6 +55,39 @@ async def begin(client: EngineClient, num_tokens: int, until: int) -> RequestStr
     while len(stream.samples[0].token_ids) < until:
         assert isinstance(await anext(stream), SequenceDelta)
     return stream
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_replies_with_many_outputs_keep_no_other_request_waiting(
+    monkeypatch: pytest.MonkeyPatch, is_fork: bool
+) -> None:
+    """They are written in a thread, in which Python lets the event loop run in between."""
+    threads: list[int] = []
+    whole = CompletionWriter.whole
+
+    def noted(self: CompletionWriter, outputs: Iterable[RequestOutput]) -> Any:
+        threads.append(threading.get_ident())
+        return whole(self, outputs)
+
+    monkeypatch.setattr(CompletionWriter, "whole", noted)
+
+    async def test() -> None:
+        async with symbolic_client() as client, http(client) as requests:
+            parent = (
+                await requests.post("/v1/completions", json=body(prompt=PROMPT, max_tokens=2))
+            ).json()
+            for count in (2, LARGE_REPLY // 2 + 1):
+                if is_fork:
+                    fields = {"parent": parent["id"], "children": [{}] * count}
+                    path = "/v1/forks"
+                else:
+                    fields, path = {"prompt": [PROMPT] * count}, "/v1/completions"
+                reply = await requests.post(path, json=body(**fields, n=2, max_tokens=2))
+                check(reply.json(), count, 2, 2)
+        main = threading.get_ident()
+        assert [each == main for each in threads] == [True, True, False]
+
+    run(test())
 
 
 def test_children_outlive_engine_processes() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from octavo.server.offload import HUGE_TEXT, LARGE_BODY, LONG_TEXT, Offload
+from octavo.server.offload import HUGE_TEXT, LARGE_BODY, LARGE_REPLY, LONG_TEXT, Offload
 
 
 def test_nothing_waits_for_huge_texts_but_huge_ones() -> None:
@@ -86,6 +86,29 @@ def test_large_bodies_wait_for_each_other_and_for_no_text() -> None:
         assert not huge.done()
         gate.set()
         await huge
+        work.close()
+
+    asyncio.run(scenario())
+
+
+def test_large_replies_wait_for_each_other_and_for_no_body() -> None:
+    gate = threading.Event()
+    threads: list[int] = []
+
+    async def scenario() -> None:
+        work = Offload()
+        body = asyncio.ensure_future(work.body(LARGE_BODY + 1, gate.wait))
+        main = threading.get_ident()
+        assert await work.reply(LARGE_REPLY, threading.get_ident) == main
+        for each in await asyncio.gather(
+            *[work.reply(LARGE_REPLY + 1, threading.get_ident) for _ in range(4)]
+        ):
+            threads.append(each)
+        assert len({*threads}) == 1
+        assert main not in threads
+        assert not body.done()
+        gate.set()
+        await body
         work.close()
 
     asyncio.run(scenario())

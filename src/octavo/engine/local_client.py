@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import TokenLogprobs
@@ -25,8 +26,8 @@ class LocalStream(OutputStream[TokenLogprobs]):
         # What each step adds, for a reader that wants it piece by piece.
         self.deltas: deque[SequenceDelta] | None = None
 
-    def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
-        return self.samples[index].logprobs[start:end]
+    def unpacked(self, scores: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        return list(scores)
 
     def offer(self, index: int, added: Added) -> None:
         if self.deltas is None:
@@ -172,5 +173,5 @@ class LocalClient:
 
     def _conclude(self, stream: LocalStream, now: float) -> RequestOutput:
         del self._open[stream.request_id]
-        output = stream.output = stream.scored(stream.conclude(now))
+        output = stream.output = stream.completed(stream.conclude(now))
         return output

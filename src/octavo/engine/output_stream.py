@@ -74,7 +74,7 @@ class OutputStream(ABC, Generic[Scores]):
     Offline and in the server, all that the engine reports about a request goes through
     `take_prompt_scores`, `take_tokens` and `take_end`, which `take_results` calls, and `conclude`
     makes the output when the request is over. Tokens' log-probabilities are kept in the form in
-    which they come; `logprobs` reads it.
+    which they come; `unpacked` reads it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OutputStream(ABC, Generic[Scores]):
         self._prompt = prompt
         wants_text = not isinstance(params, PoolingParams) and params.detokenize
         self._tokenizer = tokenizer if wants_text else None
-        self._prompt_scores: list[TokenLogprobs] | None = None
+        self._prompt_scores: list[Scores] | None = None
         self._pooled: bytes | None = None
         if isinstance(params, SamplingParams):
             self.samples = [Sample(index, self._new_text()) for index in range(params.n)]
@@ -123,9 +123,9 @@ class OutputStream(ABC, Generic[Scores]):
         if scores is None:
             return None
         num_unscored = len(self._request.prompt_token_ids) - len(scores)
-        return [*[None] * num_unscored, *scores]
+        return [*[None] * num_unscored, *self.unpacked(scores)]
 
-    def take_prompt_scores(self, result: PromptScores) -> None:
+    def take_prompt_scores(self, result: PromptScores[Scores]) -> None:
         """Take in the prompt's log-probabilities, which come before the first token."""
         self._prompt_scores = result.scores
 
@@ -186,8 +186,12 @@ class OutputStream(ABC, Generic[Scores]):
                 sample.finish_reason = sample.finish_reason or "error"
 
     @abstractmethod
+    def unpacked(self, scores: Sequence[Scores]) -> list[TokenLogprobs]:
+        """Tokens' log-probabilities, from the form in which they come."""
+
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
         """Those of a sample's tokens `start` to `end`, if they were asked for."""
+        return self.unpacked(self.samples[index].logprobs[start:end])
 
     def offer(self, index: int, added: Added) -> None:
         """Called with what was added to a sample; streams that are read piece by piece keep it."""
@@ -209,7 +213,7 @@ class OutputStream(ABC, Generic[Scores]):
         self.offer(sample.index, (text, [], reason, None))
 
     def conclude(self, now: float) -> RequestOutput:
-        """Make the output, without log-probabilities of its tokens. All samples have ended."""
+        """Make the output, without log-probabilities. All samples have ended."""
         request, error = self._request, self.error
         self.output = RequestOutput(
             self.request_id,
@@ -217,7 +221,7 @@ class OutputStream(ABC, Generic[Scores]):
             self.prompt_token_ids,
             [_sample_output(sample) for sample in self.samples]
             + [self._beam_output(beam) for beam in self.beams],
-            self.prompt_logprobs,
+            None,
             request.num_cached_tokens,
             request.num_preemptions,
             request.arrival_time,
@@ -228,8 +232,12 @@ class OutputStream(ABC, Generic[Scores]):
         )
         return self.output
 
+    def completed(self, output: RequestOutput) -> RequestOutput:
+        """The request's output with all log-probabilities that were asked for."""
+        return replace(self.scored(output), prompt_logprobs=self.prompt_logprobs)
+
     def scored(self, output: RequestOutput) -> RequestOutput:
-        """The request's output with log-probabilities of its tokens, if they were asked for."""
+        """The request's output with those log-probabilities of its tokens that were asked for."""
         if not isinstance(self._params, SamplingParams) or self._params.logprobs is None:
             return output
         outputs = []

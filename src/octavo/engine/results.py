@@ -2,7 +2,7 @@
 
 A new kind of result is one more NamedTuple and one more column of `StepResults`; `OutputStream`
 says what it means to a client. The values need no library, and msgspec encodes them as arrays: the
-server's messages carry them as they are, except for the tokens' log-probabilities, which it packs.
+server's messages carry them as they are, except for tokens' log-probabilities, which it packs.
 That form is the type parameter `Scores`: `TokenLogprobs` in what an engine reports.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from octavo import errors
-from octavo.core.step import TokenLogprobs
 
 Scores = TypeVar("Scores")  # a token's log-probabilities
 # Request id, sample index, token ids, finish reason, stop reason, log-probabilities.
@@ -27,11 +26,11 @@ class ErrorReport(NamedTuple):
     message: str
 
 
-class PromptScores(NamedTuple):
+class PromptScores(NamedTuple, Generic[Scores]):
     """Log-probabilities of a prompt: entry i is about token i + 1."""
 
     request_id: str
-    scores: list[TokenLogprobs]
+    scores: list[Scores]
 
 
 class Embedding(NamedTuple):
@@ -85,7 +84,7 @@ class StepResults(NamedTuple, Generic[Scores]):
     """What one step brought to all requests. Clients take in the columns in this order: a prompt's
     scores come before its first token, and the end of a request is the last that is reported."""
 
-    prompt_scores: list[PromptScores]
+    prompt_scores: list[PromptScores[Scores]]
     tokens: NewTokens[Scores]
     finished: list[Finished]
     embeddings: Sequence[Embedding] = ()  # whose requests are among the finished

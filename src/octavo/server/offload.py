@@ -5,6 +5,7 @@ to threads, in which tokenizing gives the GIL up, and huge ones to a single thre
 after the other: each needs a core for seconds, and hundreds of megabytes, which are given back to
 the system afterwards. Large bodies have a single thread of their own, because decoding holds the
 GIL: several threads would do no more work than one, and the event loop would wait for each of them.
+Large replies have another such thread, in which what is written by Python gives it up in between.
 Grammars have two threads, which wait for processes that compile them, for seconds at worst.
 So nothing waits for work of another kind, or for much longer work of its own.
 """
@@ -24,6 +25,8 @@ LONG_TEXT = 8_192
 HUGE_TEXT = 131_072
 # Bytes. Decoding more takes milliseconds, too.
 LARGE_BODY = 65_536
+# Outputs, and tokens with their log-probabilities. Writing more takes milliseconds, too.
+LARGE_REPLY = 256
 
 R = TypeVar("R")
 
@@ -34,6 +37,7 @@ class Offload:
     def __init__(self) -> None:
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+        self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         self._grammars = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammars")
 
     async def text(self, size: int, work: Callable[[], R]) -> R:
@@ -52,13 +56,19 @@ class Offload:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._bodies, work)
 
+    async def reply(self, size: int, work: Callable[[], R]) -> R:
+        """work(), which writes `size` outputs and tokens with log-probabilities."""
+        if size <= LARGE_REPLY:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._replies, work)
+
     async def grammar(self, work: Callable[[], R]) -> R:
         """work(), which checks a grammar."""
         return await asyncio.get_running_loop().run_in_executor(self._grammars, work)
 
     def close(self) -> None:
         """Drop the work that has not begun. A second call does nothing."""
-        for threads in (self._huge, self._bodies, self._grammars):
+        for threads in (self._huge, self._bodies, self._replies, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from octavo.config import EngineConfig, QuantizationName
 from octavo.core.step import TokenLogprobs
 from octavo.engine.events import Admitted, BlockEvents, Counters, Gauges, Preempted
-from octavo.engine.results import ErrorReport, StepResults
+from octavo.engine.results import ErrorReport, PromptScores, StepResults
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.validation import PreparedRequest
 from octavo.memory_budget import MemoryBudget
@@ -230,16 +230,21 @@ encode = msgspec.msgpack.Encoder().encode
 decode_command: Any = msgspec.msgpack.Decoder(Command).decode
 decode_message: Any = msgspec.msgpack.Decoder(Message).decode
 
-# The log-probabilities of twenty tokens take 2.5 KB as objects, and a tenth of that packed. They
-# are packed where they are computed, and unpacked when they are read.
+# The log-probabilities of twenty tokens take 2.5 KB as objects, and a tenth of that packed; and
+# Python's garbage collector looks at objects, while everything else waits. They are packed where
+# they are computed, and unpacked when they are read.
 pack_logprobs: Callable[[TokenLogprobs], bytes] = msgspec.msgpack.Encoder().encode
 unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
 
 
 def pack_results(results: StepResults[TokenLogprobs]) -> StepResults[bytes]:
-    """What a step brought as it is sent: with packed log-probabilities of tokens."""
+    """What a step brought as it is sent: with packed log-probabilities."""
     packed: list[Any] = [
         [*map(pack_logprobs, scores)] if scores else () for scores in results.tokens.logprobs
     ]
     tokens: Any = results.tokens._replace(logprobs=packed)
-    return StepResults(results.prompt_scores, tokens, results.finished, results.embeddings)
+    prompts = [
+        PromptScores(each.request_id, [*map(pack_logprobs, each.scores)])
+        for each in results.prompt_scores
+    ]
+    return StepResults(prompts, tokens, results.finished, results.embeddings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from octavo.core.step import TokenLogprobs
@@ -35,8 +35,8 @@ class RequestStream(OutputStream[bytes]):
     """One request's results as they come.
 
     An async iterator: `SequenceDelta`s of the samples (new text and tokens; the last one of a
-    sample has its finish_reason), and as the last item the `RequestOutput` with everything but the
-    log-probabilities that the deltas had. Beam search streams nothing but the last item. Raises
+    sample has its finish_reason), and as the last item the `RequestOutput` with everything but
+    log-probabilities. Beam search streams nothing but the last item. Raises
     RequestFailed if the request killed the engine, LogitsNotFinite if the model has no finite
     logits for it, EngineFailed if there is no engine any more. If the reader is slow, deltas of a
     sample are merged, up to MAX_DELTA_TOKENS.
@@ -80,13 +80,26 @@ class RequestStream(OutputStream[bytes]):
             event.logprobs = self.logprobs(event.index, end - len(event.token_ids), end)
         return event
 
+    @property
+    def num_entries(self) -> int:
+        """Outputs, and tokens that have log-probabilities, of which each output may repeat those of
+        the prompt: how long it takes to write all of them."""
+        num_outputs = len(self.samples) + len(self.beams)
+        num_scored = sum(len(sample.logprobs) for sample in self.samples)
+        return num_outputs + num_scored + num_outputs * len(self._prompt_scores or ())
+
     async def result(self) -> RequestOutput:
         """Skip the deltas; what has all log-probabilities is this, not the iterator's last item."""
+        return self.completed(await self.unscored())
+
+    async def unscored(self) -> RequestOutput:
+        """Skip the deltas. `completed` adds the log-probabilities to this, which takes long if
+        there are many."""
         if self.output is None or not self._is_over:
             while isinstance(await self._next(), SequenceDelta):
                 pass
         assert self.output is not None, "the iterator has ended without an error"
-        return self.scored(self.output)
+        return self.output
 
     def abort(self) -> None:
         """End the request now, if it has not ended; the iterator then yields the RequestOutput with
@@ -109,8 +122,8 @@ class RequestStream(OutputStream[bytes]):
 
     # ---------------------------------------------------------------- for the client
 
-    def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
-        return list(map(unpack_logprobs, self.samples[index].logprobs[start:end]))
+    def unpacked(self, scores: Sequence[bytes]) -> list[TokenLogprobs]:
+        return list(map(unpack_logprobs, scores))
 
     def offer(self, index: int, added: Added) -> None:
         """What is added may be merged into a delta that has not been read."""

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -65,12 +73,25 @@ class ReplyWriter(ABC, Generic[BodyT]):
         self.num_output_tokens = 0
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
-        """The whole reply, of an output for each prompt."""
+    def whole(self, outputs: Iterable[RequestOutput]) -> Any:
+        """The whole reply, of an output for each prompt. Of several outputs, or of tokens with
+        log-probabilities, it may be written in a thread."""
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
+
+    async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
+        """Reply with the whole of outputs that have no log-probabilities of their tokens yet."""
+
+        def written() -> Response:
+            # One after the other, because log-probabilities take much more memory here than in the
+            # streams.
+            pairs = zip(self.streams, outputs, strict=True)
+            return reply(self.whole(stream.scored(output) for stream, output in pairs))
+
+        size = sum(each.num_entries for each in self.streams)
+        return await context_of(self.request).client.offload.reply(size, written)
 
     def usage(self) -> Usage:
         """What has been read and written so far."""
@@ -207,7 +228,7 @@ class Dialect(Generic[BodyT]):
         if body.stream:
             return EventStream(writer.events(), context.settings.ping_seconds, end)
         try:
-            return reply(writer.whole(await results(streams)))
+            return await writer.respond(await results(streams))
         finally:
             end()
 

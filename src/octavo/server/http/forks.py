@@ -115,12 +115,13 @@ class Fork(Generic[BodyT]):
                 yield prompt, output
 
     async def results(self) -> list[RequestOutput]:
-        """The whole outputs, when all children have ended. Raises what a request has raised."""
+        """The whole outputs, as `RequestStream.unscored` has them, when all children have ended.
+        Raises what a request has raised."""
         while not self.ended.done():
             await self._news.wait()
         if self._error is not None:
             raise self._error
-        return [await stream.result() for stream in self.streams]
+        return [await stream.unscored() for stream in self.streams]
 
     async def result(self, index: int) -> tuple[int, SequenceDelta]:
         """All that has come of one child, when it has ended, with the number of its prompt. Raises

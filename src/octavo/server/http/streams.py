@@ -115,8 +115,8 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, S
 
 
 async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """The whole outputs, in the order of the streams."""
-    outputs = await asyncio.gather(*(each.result() for each in streams))
+    """The whole outputs, in the order of the streams, as `RequestStream.unscored` has them."""
+    outputs = await asyncio.gather(*(each.unscored() for each in streams))
     for output in outputs:
         check_ended(output)
     return list(outputs)

@@ -25,11 +25,19 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}  # filled as tokens appear
+        self._byte_values: dict[int, list[int]] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         if self._tokenizer is None:
             return str(token_id).encode()
         return self._tokenizer.token_bytes(token_id)
+
+    def byte_values(self, token_id: int) -> list[int]:
+        """The bytes as numbers: the same list each time, since a reply may have it many times."""
+        known = self._byte_values.get(token_id)
+        if known is None:
+            known = self._byte_values[token_id] = list(self.bytes_of(token_id))
+        return known
 
     def text(self, token_id: int) -> str:
         """A piece of a character is written as `bytes:\\x..`, as OpenAI does."""
@@ -55,10 +63,10 @@ class TokenTexts:
         entries = []
         for score in scores:
             top = [
-                TopLogprob(self.text(token), _finite(value), list(self.bytes_of(token)))
+                TopLogprob(self.text(token), _finite(value), self.byte_values(token))
                 for token, value in score.top
             ]
-            data = list(self.bytes_of(score.token_id))
+            data = self.byte_values(score.token_id)
             entries.append(
                 ChatTokenLogprob(self.text(score.token_id), _finite(score.logprob), data, top)
             )

@@ -172,7 +172,7 @@ class BlockWriter(ReplyWriter[ChatBody]):
     def error_event(self, error: ApiError) -> Any:
         """The event that ends a stream which cannot go on."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+    def whole(self, outputs: Iterable[RequestOutput]) -> Any:
         """The whole reply."""
         [output] = outputs
         [sample] = output.outputs

@@ -244,7 +244,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         # What each choice begins with.
         self._echo = message_text(body.messages[-1], "messages[-1]") if body.echo else ""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+    def whole(self, outputs: Iterable[RequestOutput]) -> ChatCompletion:
         [output] = outputs
         [stream] = self.streams
         choices = [self._whole_choice(i, each) for i, each in enumerate(in_order(output))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -117,7 +117,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         self._hides_output = body.max_tokens == 0
         self._scores: dict[int, CompletionScores] = {}  # by choice, once it has begun
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
+    def whole(self, outputs: Iterable[RequestOutput]) -> Completion:
         choices = [
             self._whole_choice(prompt, place, each)
             for prompt, output in enumerate(outputs)

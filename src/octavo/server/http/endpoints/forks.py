@@ -122,19 +122,19 @@ class ForkWriter(CompletionWriter):
     def items(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         return self.fork.items(self.only)
 
-    async def joined(self) -> Completion:
+    async def joined(self) -> Response:
         """The whole reply, once the children have ended."""
         if self.only is None:
             outputs = await self.fork.results()
             for output in outputs:
                 if output.outputs:
                     check_ended(output)
-            return self.whole(outputs)
+            return await self.respond(outputs)
         prompt, delta = await self.fork.result(self.only)
         whole = self.chunk(self.delta_choices(prompt, delta))
         whole.usage = self.usage()
         self.log(whole.usage)
-        return whole
+        return reply(whole)
 
 
 async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
@@ -252,7 +252,7 @@ async def _answer(request: Request, body: ForkBody) -> Response:
     if body.stream:
         return EventStream(writer.events(), context.settings.ping_seconds, end)
     try:
-        return reply(await writer.joined())
+        return await writer.joined()
     finally:
         end()
 
@@ -266,7 +266,7 @@ async def _join(
     writer.id, writer.head = fork.head["id"], fork.head
     if stream:
         return EventStream(writer.events(), context_of(request).settings.ping_seconds)
-    return reply(await while_connected(request.receive, writer.joined()))
+    return await while_connected(request.receive, writer.joined())
 
 
 _CREATED = documented(ForkBody, Completion, example=EXAMPLE, streams=Completion)
