@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -48,12 +49,32 @@ def test_what_takes_too_long_or_kills_the_process_is_refused(
         grammars.check(SLOW)
     monkeypatch.undo()
     grammars.check(Grammar("regex", "c"))  # by another process
+    # A process that is ready, and ends with whatever it is asked.
+    script = "print('\"ready\"', flush=True); input()"
+    grammars._idle[0].kill()
+    monkeypatch.setattr(grammars, "_command", [sys.executable, "-c", script])
+    with pytest.raises(InvalidRequest, match="the library breaks down on it"):
+        grammars.check(Grammar("regex", "d"))
+    monkeypatch.undo()
+    grammars.check(Grammar("regex", "e"))
+
+
+def test_a_process_that_was_killed_is_not_the_fault_of_the_next_grammar(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.check(Grammar("regex", "f"))
     [process] = grammars._idle
     process.kill()
     process.wait()
-    with pytest.raises(InvalidRequest, match="the library breaks down on it"):
-        grammars.check(Grammar("regex", "d"))
-    grammars.check(Grammar("regex", "e"))
+    grammars.check(Grammar("regex", "g"))
+    [process] = grammars._idle
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(grammars, "_command", [sys.executable, "-c", ""])
+    with pytest.raises(InvalidRequest, match="the process that compiles grammars did not start"):
+        grammars.check(Grammar("regex", "h"))
+    monkeypatch.undo()
+    grammars.check(Grammar("regex", "h"))  # which was not remembered
 
 
 def test_what_takes_more_cpu_time_than_others_may_wait_is_refused(

@@ -33,6 +33,8 @@ STACK_BYTES = 1 << 20  # less than the worker's threads have, which compile the 
 
 # The field at fault, "" for the grammar's own, and why it is refused, "" if it is not.
 Verdict = tuple[str, str]
+# It is about the process and not about the grammar, so it is not remembered.
+_NOT_STARTED: Verdict = "", "the process that compiles grammars did not start"
 
 
 class GrammarChecker:
@@ -58,6 +60,7 @@ class GrammarChecker:
             verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._ask(*key)
+        if verdict != _NOT_STARTED:
             with self._lock:
                 self._verdicts[key] = verdict
                 while len(self._verdicts) > MAX_VERDICTS:
@@ -75,28 +78,40 @@ class GrammarChecker:
             _end(process)
 
     def _ask(self, grammar: Grammar, begun: Sequence[int]) -> Verdict:
+        """What a process says of a grammar. One that ends without an answer may have been killed
+        for another reason, while it was idle or by the system, so that a new one is asked, too."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            try:
-                is_ready = _read(process, MAX_START_SECONDS) is not None
-            except EOFError:
-                is_ready = False
-            if not is_ready:
-                _end(process)
-                return "", "the process that compiles grammars did not start"
+        for _ in range(2):
+            process = process or self._start()
+            if process is None:
+                return _NOT_STARTED
+            with contextlib.suppress(EOFError):
+                return self._answer(process, grammar, begun)
+            _end(process)
+            process = None
+        return "", "it cannot be compiled: the library breaks down on it"
+
+    def _start(self) -> subprocess.Popen[str] | None:
+        """A new process; None if it does not come so far that it can be asked."""
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        with contextlib.suppress(EOFError):
+            if _read(process, MAX_START_SECONDS) is not None:
+                return process
+        _end(process)
+        return None
+
+    def _answer(
+        self, process: subprocess.Popen[str], grammar: Grammar, begun: Sequence[int]
+    ) -> Verdict:
+        """What this process says, which is idle afterwards. Raises EOFError if it has ended."""
         assert process.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps([grammar.kind, grammar.source, begun]) + "\n")
             process.stdin.flush()
-        try:
-            verdict = _read(process, MAX_WAIT_SECONDS)
-        except EOFError:
-            _end(process)
-            return "", "it cannot be compiled: the library breaks down on it"
+        verdict = _read(process, MAX_WAIT_SECONDS)
         if verdict is None:
             _end(process)
             return "", f"it cannot be compiled within {MAX_WAIT_SECONDS:g} s"
