@@ -134,7 +134,7 @@ def open_request(request_id: str = "r1", n: int = 1, beam_width: int | None = No
 
 
 def admitted(request_id: str = "r1", hits: int = 16, end: str = "evicted") -> Admitted:
-    return Admitted(10.5, request_id, 32, hits, end, 7, 0)
+    return Admitted(10.5, request_id, 32, hits, hits, end, 7, 0)
 
 
 def output_of(request: OpenRequest, lengths: list[int], finish_time: float) -> RequestOutput:

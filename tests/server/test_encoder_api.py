@@ -75,6 +75,14 @@ def test_the_decoder_begins_with_decoder_input_ids(t5: LiveServer, model: tuple[
     assert [choice["token_ids"] for choice in both] == [reference(model, [0, 4, 9])] * 2
 
 
+def test_a_decoder_s_cached_tokens_are_none_of_the_prompt_s(t5: LiveServer) -> None:
+    prompt, given = [*range(3, 11)], [*range(2, 42)]
+    for num_cached in (0, len(prompt)):
+        usage = t5.complete(prompt, max_tokens=2, decoder_input_ids=given)["usage"]
+        assert usage["prompt_tokens"] == len(prompt)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
+
+
 def test_both_lengths_are_told_and_hold(t5: LiveServer) -> None:
     """The encoder's is what a step computes, less a token of the decoder's."""
     [card] = t5.get("/v1/models").json()["data"]

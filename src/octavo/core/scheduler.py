@@ -525,9 +525,7 @@ class Scheduler:
         if changes is None:
             return Admission.NO_ROOM
         if request.num_preemptions == 0:
-            # Tokens of what the client calls the prompt: with an encoder, that is its input.
-            has_encoder = bool(request.encoder_token_ids)
-            request.num_cached_tokens = hit.num_encoder_tokens if has_encoder else hit.num_tokens
+            request.num_cached_tokens = hit.num_cached_tokens
         request.refused_with_free = None
         self._start(request, builder)
         builder.open(leader)

@@ -59,6 +59,7 @@ class Admitted:
     request_id: str
     num_tokens: int  # looked up: the prompt, and what was computed before a preemption or a crash
     num_hit_tokens: int
+    num_cached_tokens: int  # of them, those of the prompt: with an encoder, of its input alone
     lookup_end: str
     num_free_blocks: int  # after it got its blocks
     num_preemptions: int  # 0: it runs for the first time

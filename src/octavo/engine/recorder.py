@@ -133,6 +133,7 @@ class Recorder:
                 request.request_id,
                 len(request.encoder_token_ids) + seq.num_tokens,
                 hit.num_found_tokens,
+                hit.num_cached_tokens,
                 end,
                 kv.num_free_blocks,
                 request.num_preemptions,

@@ -64,6 +64,11 @@ class PrefixHit:
         """Tokens of the encoder's input and of the sequence that need not be computed."""
         return self.num_encoder_tokens + self.num_tokens
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of them, those of what clients call the prompt: the encoder's input, if there is one."""
+        return self.num_encoder_tokens if self.num_input_tokens else self.num_tokens
+
 
 class PrefixMatcher:
     """Hashes the blocks of sequences, and matches them with blocks cached or being computed.

@@ -88,7 +88,7 @@ class OpenRequest:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt found in the prefix cache; known before the first token is."""
-        return 0 if self.admission is None else self.admission.num_hit_tokens
+        return 0 if self.admission is None else self.admission.num_cached_tokens
 
     @property
     def num_output_tokens(self) -> int:

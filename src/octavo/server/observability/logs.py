@@ -80,13 +80,12 @@ class RequestLog(Listener):
     def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
-        admission = request.admission
         logger.info(
             "finished",
             extra={
                 "request_id": request.request_id,
                 "prompt_tokens": request.num_prompt_tokens,
-                "cached_tokens": 0 if admission is None else admission.num_hit_tokens,
+                "cached_tokens": request.num_cached_tokens,
                 "output_tokens": sum(len(each.token_ids) for each in output.outputs),
                 "num_sequences": len(output.outputs),
                 "finish_reason": output.finish_reason,

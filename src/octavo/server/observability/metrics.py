@@ -138,10 +138,7 @@ class Metrics(Listener):
     def request_admitted(self, request: OpenRequest) -> None:
         assert request.admitted_time is not None, "it has just been admitted"
         self._observe("request_queue_time_seconds", request.admitted_time - request.arrival_time)
-        num_tokens = request.num_prompt_tokens
-        num_hits = 0
-        if request.admission is not None:
-            num_hits = min(request.admission.num_hit_tokens, num_tokens)
+        num_tokens, num_hits = request.num_prompt_tokens, request.num_cached_tokens
         self._count("prompt_tokens", num_tokens)
         self._count("prompt_tokens_by_source", num_tokens - num_hits, "local_compute")
         self._count("prompt_tokens_by_source", num_hits, "local_cache_hit")
