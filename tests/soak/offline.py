@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
 from octavo.errors import InvalidRequest, RequestTooLong
 from octavo.llm import LLM
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from soak.report import Memory, Report
 
@@ -27,44 +28,72 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def prompt(rng: random.Random) -> list[int]:
-    """A prompt of one of five families, which share their tokens up to a random length."""
-    family = random.Random(rng.randrange(5))
-    tokens = [family.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 120))]
-    return tokens + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 40))]
+class Work(Protocol):
+    """What requests ask for, and what becomes of their results."""
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        """The token ids of the next request's prompt."""
+        ...
+
+    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
+        """How the next request is decoded."""
+        ...
+
+    def take(self, output: RequestOutput) -> None:
+        """Called when a request has ended."""
+        ...
 
 
-def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
-    max_tokens = rng.randrange(1, 90)
-    if rng.random() < 0.2:
-        width = rng.randrange(1, 5)
-        return BeamSearchParams(width, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5)
-    temperature = rng.choice((0.0, 0.8, 1.2))
-    return SamplingParams(
-        n=rng.choice((1, 1, 2, 4)) if temperature else 1,
-        temperature=temperature,
-        presence_penalty=rng.choice((0.0, 0.5)),
-        seed=rng.randrange(1000),
-        max_tokens=max_tokens,
-        stop=rng.choice((None, ["the"])),
-        logprobs=rng.choice((None, None, 2)),
-        prompt_logprobs=rng.choice((None, None, None, 1)),
-        ignore_eos=rng.random() < 0.7,
-    )
+class DemoWork:
+    """See Work: short requests to the demo model, whose results nobody looks at."""
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        """See Work.prompt: of one of five families, which share their tokens up to a random
+        length."""
+        family = random.Random(rng.randrange(5))
+        tokens = [family.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 120))]
+        return tokens + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 40))]
+
+    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
+        """See Work.params."""
+        max_tokens = rng.randrange(1, 90)
+        if rng.random() < 0.2:
+            width = rng.randrange(1, 5)
+            return BeamSearchParams(width, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5)
+        temperature = rng.choice((0.0, 0.8, 1.2))
+        return SamplingParams(
+            n=rng.choice((1, 1, 2, 4)) if temperature else 1,
+            temperature=temperature,
+            presence_penalty=rng.choice((0.0, 0.5)),
+            seed=rng.randrange(1000),
+            max_tokens=max_tokens,
+            stop=rng.choice((None, ["the"])),
+            logprobs=rng.choice((None, None, 2)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+            ignore_eos=rng.random() < 0.7,
+        )
+
+    def take(self, output: RequestOutput) -> None:
+        """See Work.take."""
 
 
 class Round:
     """Some concurrent requests, a few of which are aborted at random moments."""
 
-    def __init__(self, llm: LLM, rng: random.Random, report: Report) -> None:
+    def __init__(
+        self, llm: LLM, work: Work, rng: random.Random, report: Report, most: int = 24
+    ) -> None:
+        """most: requests."""
+        self._most = most
         self._client = llm.client
+        self._work = work
         self._rng = rng
         self._report = report
         self._open: dict[str, LocalStream] = {}
 
     def run(self) -> None:
         rng = self._rng
-        waiting = rng.randrange(1, 24)
+        waiting = rng.randint(1, self._most)
         while waiting or self._client.has_unfinished:
             while waiting and rng.random() < 0.7:
                 waiting -= 1
@@ -73,14 +102,16 @@ class Round:
                 self._abort(rng.choice(sorted(self._open)))
             for output in self._client.step():
                 self._open.pop(output.request_id, None)
+                self._work.take(output)
                 self._report.count("requests")
             self._report.count("steps")
 
     def _add(self) -> None:
         rng = self._rng
         salt = rng.choice(("", "", "a"))
+        prompt, params = self._work.prompt(rng), self._work.params(rng)
         try:
-            stream = self._client.make_request(prompt(rng), params(rng), cache_salt=salt)
+            stream = self._client.make_request(prompt, params, cache_salt=salt)
         except RequestTooLong:  # for the blocks that pinned prefixes leave
             self._report.count("requests_refused")
             return
@@ -92,12 +123,12 @@ class Round:
         self._report.count("aborts")
 
 
-def change_pins(llm: LLM, rng: random.Random, pins: list[str], report: Report) -> None:
+def change_pins(llm: LLM, work: Work, rng: random.Random, pins: list[str], report: Report) -> None:
     if pins and (len(pins) >= MAX_PINS or rng.random() < 0.4):
         llm.unpin_prefix(pins.pop(rng.randrange(len(pins))))
     elif rng.random() < 0.5:
         try:
-            pins.append(llm.pin_prefix(prompt(rng), cache_salt=rng.choice(("", "a"))))
+            pins.append(llm.pin_prefix(work.prompt(rng), cache_salt=rng.choice(("", "a"))))
             report.count("pins")
         except InvalidRequest:  # shorter than a block, or too few blocks would be left
             report.count("pins_refused")
@@ -106,9 +137,9 @@ def change_pins(llm: LLM, rng: random.Random, pins: list[str], report: Report) -
 
 
 def check_blocks(llm: LLM, report: Report) -> None:
-    """While nothing runs, only pins may hold blocks."""
+    """While nothing runs, only pins may hold blocks. In place of those that left a window is 0."""
     snapshot = take_snapshot(llm.engine, 0)
-    pinned = {block for pin in snapshot.pins for group in pin.block_ids for block in group}
+    pinned = {block for pin in snapshot.pins for group in pin.block_ids for block in group} - {0}
     held = {number + 1 for number, count in enumerate(snapshot.device.ref_counts) if count}
     if held != pinned:
         report.violate(
@@ -123,11 +154,12 @@ def run(seed: int, seconds: float) -> Report:
     rng = random.Random(seed)
     memory = Memory("self", MAX_GROWTH_MIB)
     pins: list[str] = []
+    work = DemoWork()
     with LLM("demo", **OPTIONS) as llm:
         report = Report("offline", seconds)
         while not report.is_late:
-            change_pins(llm, rng, pins, report)
-            Round(llm, rng, report).run()
+            change_pins(llm, work, rng, pins, report)
+            Round(llm, work, rng, report).run()
             check_blocks(llm, report)
             memory.sample()
             report.count("rounds")

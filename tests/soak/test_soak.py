@@ -6,9 +6,12 @@ import random
 
 import pytest
 
+from octavo import LLM
 from soak.kills import Answer, Choice, add_reply, make_requests
 from soak.malformed import KINDS
+from soak.offline import Round
 from soak.report import Memory, Report
+from soak.rescored import SETTINGS, LongWork, checkpoint, compare, results_of
 
 
 def answer_of(*replies: dict[str, object]) -> Answer:
@@ -75,3 +78,24 @@ def test_memory_that_grows_is_a_violation(mib_per_sample: float, num_violations:
     memory.samples = [(float(t), 100 * (t > 5) + mib_per_sample * t) for t in range(60)]
     memory.check_growth(report)
     assert report.num_violations == num_violations
+
+
+def test_results_that_differ_by_more_than_rounding_are_violations() -> None:
+    setting, rng = SETTINGS["tiny"], random.Random(1)
+    with (
+        checkpoint(setting) as directory,
+        LLM(str(directory), max_model_len=256, num_blocks=24, num_threads=1) as llm,
+    ):
+        work, report = LongWork(setting, 256), Report("part", 60.0)
+        Round(llm, work, rng, report).run()
+        results = [each for output in work.outputs for each in results_of(output)]
+        compare(llm, results, report)
+        assert len(results) > 8
+        assert report.counts["samples"] + report.counts["beams"] == len(results)
+        assert report.num_violations == 0
+        blocks = llm.engine.executor._worker.runner.kv_cache.blocks  # type: ignore[attr-defined]
+        blocks.neg_()  # what was cached is wrong from here on
+        work.outputs.clear()
+        Round(llm, work, rng, report).run()
+        compare(llm, [each for output in work.outputs for each in results_of(output)], report)
+        assert report.num_violations > 0

@@ -1,0 +1,353 @@
+"""Random work for models with layers of real shapes, whose results are computed a second time.
+
+The engine has everything that makes it fast: captured steps that overlap, chunks, the prefix cache,
+a small pool from which requests are preempted and swapped. Afterwards each result is computed as a
+prompt, one after the other, with the same weights, the reference implementation of attention, and
+keys and values of its own. Log-probabilities of tokens may differ by rounding alone. A key that is
+missing, stale or another request's changes them by much more.
+
+How much rounding may change differs between models: experts are chosen otherwise, and inputs of
+products in FP8 fall to other numbers. So each result is computed a third time with random noise of
+about one rounding in what attention reads and returns. Differences must stay below a small multiple
+of the largest that noise makes.
+
+    PYTHONPATH=src:tests python -m soak.rescored llama llama-fp8 gemma --seconds 60
+
+This is for a GPU; on a CPU the model `tiny` does. Prints how large the differences were, and one
+JSON line at the end; the exit status is 1 if a result was wrong or a block was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import LLM
+from octavo.layers.rotary import RotaryTable
+from octavo.models.base import CausalLM
+from octavo.ops import (
+    AttentionBackend,
+    AttentionBatch,
+    HeadNorm,
+    LayerPlace,
+    cached_dtype,
+    load_backend,
+    make_backend,
+)
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from soak.offline import Round, change_pins, check_blocks
+from soak.random_checkpoint import write_checkpoint
+from soak.report import Report
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+CHUNK = 1024  # tokens that are computed again at once
+MOST_NOISE = 3.0  # how often the largest difference by noise a result may differ
+SHAKEN = 3  # every third result is computed with noise, too
+LEAST = 1e-4  # no wrong key changes log-probabilities by so little
+NUM_FAMILIES = 6  # of prompts, which share their tokens up to a random length
+COMMON: dict[str, Any] = {"tune_kernels": "off", "measure_quantization": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and the engine's options."""
+
+    config: str  # a directory of benchmarks/configs
+    num_layers: int
+    options: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int = 8192
+    num_blocks: int = 1200
+    most_at_once: int = 48  # requests
+
+
+_FP8 = {"quantization": "fp8"}
+_FP8_CACHE = {"kv_cache_dtype": "fp8"}
+SETTINGS = {
+    "tiny": Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16),
+    "llama": Setting("llama-3-8b", 3),
+    "llama-fp8": Setting("llama-3-8b", 3, _FP8 | _FP8_CACHE),
+    "llama-int4": Setting("llama-3-8b", 3, {"quantization": "int4"}),
+    "llama-fp8-cache": Setting("llama-3-8b", 3, _FP8_CACHE),
+    "gemma": Setting("gemma-3-4b", 6, max_model_len=16384, num_blocks=2200),
+    "gemma-fp8-cache": Setting("gemma-3-4b", 6, _FP8_CACHE, max_model_len=16384, num_blocks=2200),
+    "qwen-moe": Setting("qwen3-30b-a3b", 2, max_model_len=16384, num_blocks=1500),
+    "qwen-moe-fp8": Setting("qwen3-30b-a3b", 2, _FP8, max_model_len=16384, num_blocks=1500),
+    "gpt-oss": Setting("gpt-oss-20b-mxfp4", 4, max_model_len=16384, num_blocks=1500),
+    "opt": Setting("opt-13b", 3, max_model_len=2048),
+}
+
+
+class LongWork:
+    """See Work: prompts of any length, whose results are kept."""
+
+    def __init__(self, setting: Setting, vocab_size: int) -> None:
+        self._longest = setting.max_model_len
+        self._vocab_size = vocab_size
+        self.outputs: list[RequestOutput] = []
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        """See Work.prompt."""
+        family = random.Random(rng.randrange(NUM_FAMILIES))
+        shared = [self._token(family) for _ in range(self._length(rng, self._longest // 2))]
+        return shared + [self._token(rng) for _ in range(self._length(rng, self._longest // 4))]
+
+    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
+        """See Work.params: what changes no log-probability."""
+        max_tokens = self._length(rng, min(self._longest // 8, 400))
+        if rng.random() < 0.15:
+            return BeamSearchParams(rng.randrange(1, 6), max_tokens=max_tokens, ignore_eos=True)
+        temperature = rng.choice((0.0, 1.0))
+        return SamplingParams(
+            n=rng.choice((1, 1, 1, 2, 5)) if temperature else 1,
+            temperature=temperature,
+            seed=rng.randrange(1000),
+            max_tokens=max_tokens,
+            logprobs=0,
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+            ignore_eos=True,
+        )
+
+    def take(self, output: RequestOutput) -> None:
+        """See Work.take."""
+        self.outputs.append(output)
+
+    def _token(self, rng: random.Random) -> int:
+        return rng.randrange(10, self._vocab_size)
+
+    @staticmethod
+    def _length(rng: random.Random, longest: int) -> int:
+        """1 to longest; short ones are as frequent as long ones."""
+        return int(math.exp(rng.uniform(0, math.log(longest + 1))))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The tokens of a sample or a beam, and what the engine says of them."""
+
+    token_ids: list[int]  # with the prompt
+    num_prompt_tokens: int
+    logprobs: list[float] | None  # of the output's tokens; None: of a beam
+    cumulative_logprob: float
+
+
+def results_of(output: RequestOutput) -> Iterator[Result]:
+    """One for each of the request's samples, and one for its prompt's log-probabilities."""
+    prompt = output.prompt_token_ids
+    for each in output.outputs:
+        if each.finish_reason == "abort":
+            continue
+        assert each.cumulative_logprob is not None
+        known = None
+        if each.logprobs is not None:
+            known = [token.logprob for token in each.logprobs]
+        yield Result(prompt + each.token_ids, len(prompt), known, each.cumulative_logprob)
+    if output.prompt_logprobs is not None and len(prompt) > 1:
+        known = [token.logprob for token in output.prompt_logprobs if token is not None]
+        yield Result(prompt, 1, known, sum(known))
+
+
+class NoisyAttention:
+    """The reference implementation of attention, with noise in what it reads and returns."""
+
+    def __init__(self, backend: AttentionBackend, deviation: float) -> None:
+        """deviation: of the noise, relative to each number; 0: there is none."""
+        self._backend = backend
+        self._deviation = deviation
+        self.plan = backend.plan
+
+    def forward(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+    ) -> Tensor:
+        """See AttentionBackend.forward."""
+        query, key, value = (self._noisy(each) for each in (query, key, value))
+        found = self._backend.forward(layer_id, query, key, value, rotary, head_norms)
+        return self._noisy(found)
+
+    def _noisy(self, x: Tensor) -> Tensor:
+        if not self._deviation:
+            return x
+        return (x.float() * (1 + self._deviation * torch.randn_like(x.float()))).to(x.dtype)
+
+
+class PlainModel:
+    """An engine's model, computed with the reference implementation of attention.
+
+    Keys and values are of one sequence, in one block, in the dtype of the engine's cache.
+    """
+
+    def __init__(self, llm: LLM, deviation: float = 0.0) -> None:
+        """llm: which computes nothing while this does; deviation: see NoisyAttention."""
+        executor: Any = llm.engine.executor
+        self._model: CausalLM = executor._worker.runner._model
+        self._size = llm.engine.model_config.max_model_len
+        layers, table = self._model.attention_layers, self._model.token_table
+        self.dtype, self._device = table.dtype, table.device
+        backend = load_backend("reference")
+        first = layers[0]
+        shape = backend.kv_block_shape(self._size, first.num_kv_heads, first.head_dim)
+        kv_cache = torch.zeros(
+            (2, len(layers), *shape), dtype=cached_dtype(layers, table.dtype), device=self._device
+        )
+        places = [LayerPlace(0, index) for index in range(len(layers))]
+        attention = make_backend(backend, layers, places, kv_cache, self._size, table.dtype)
+        self._attention: Any = NoisyAttention(attention, deviation)
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int], first: int) -> list[float]:
+        """Those of the tokens from `first` on, which is at least 1."""
+        found: list[float] = []
+        for begin in range(0, len(token_ids), CHUNK):
+            chunk = token_ids[begin : begin + CHUNK]
+            logits = self._logits(chunk, begin)
+            following = token_ids[begin + 1 : begin + 1 + len(chunk)]
+            places = torch.arange(len(following), device=self._device)
+            scores = logits[: len(following)].float().log_softmax(-1)
+            found += scores[places, torch.tensor(following, device=self._device)].tolist()
+        return found[first - 1 :]
+
+    def _logits(self, token_ids: list[int], begin: int) -> Tensor:
+        size = len(token_ids)
+        positions = torch.arange(begin, begin + size)
+        self._attention.plan(
+            AttentionBatch(
+                query_lens=torch.tensor([size], dtype=torch.int32),
+                context_lens=torch.tensor([begin + size], dtype=torch.int32),
+                query_starts=torch.tensor([0, size], dtype=torch.int32),
+                positions=positions,
+                block_tables=[torch.ones((1, 1), dtype=torch.int32)],
+                slots=[self._size + positions],
+            )
+        )
+        hidden = self._model.forward(
+            torch.tensor(token_ids, device=self._device),
+            positions.to(self._device),
+            self._attention,
+        )
+        return self._model.logits(hidden)
+
+
+def difference(result: Result, found: list[float], again: list[float]) -> float:
+    """The root mean square, by tokens. Of beams, only sums are known, so it is that of the means;
+    a search prefers beams whose errors are all of one sign."""
+    if result.logprobs is None:
+        return abs(sum(found) - sum(again)) / len(again)
+    squares = [(a - b) ** 2 for a, b in zip(found, again, strict=True)]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def compare(llm: LLM, results: list[Result], report: Report) -> None:
+    """Compute results again, and report violations."""
+    plain = PlainModel(llm)
+    # One rounding changes a number by a quarter of this on average.
+    noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
+    for name in ("samples", "beams"):
+        kind = [each for each in results if (each.logprobs is None) == (name == "beams")]
+        differences, noise = [], [0.0]
+        for index, result in enumerate(kind):
+            tokens = result.token_ids, result.num_prompt_tokens
+            again = plain.logprobs(*tokens)
+            if result.logprobs is None:  # as if all of the difference were the first token's
+                known = [result.cumulative_logprob - sum(again[1:]), *again[1:]]
+            else:
+                known = result.logprobs
+            differences.append(difference(result, known, again))
+            if index % SHAKEN == 0:
+                noise.append(difference(result, noisy.logprobs(*tokens), again))
+            report.count(name)
+        limit = max(LEAST, MOST_NOISE * max(noise))
+        for result, value in zip(kind, differences, strict=True):
+            if not value <= limit:
+                report.violate(
+                    f"of the {name}, {len(result.token_ids) - result.num_prompt_tokens} tokens "
+                    f"behind {result.num_prompt_tokens} differ by {value:.3g}, noise by "
+                    f"{max(noise):.3g} at most"
+                )
+        for what, values in (("differ", differences), ("noise", noise[1:])):
+            for share in (0.5, 0.99, 1.0) if values else ():
+                place = min(len(values) - 1, int(share * len(values)))
+                report.counts[f"{name}_{what}_{share:g}"] = float(f"{sorted(values)[place]:.3g}")
+
+
+@contextmanager
+def checkpoint(setting: Setting) -> Iterator[Path]:
+    """A directory with the model's weights."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fields = json.loads((CONFIGS / setting.config / "config.json").read_text())
+    fields["num_hidden_layers"] = setting.num_layers
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][: setting.num_layers]
+    with tempfile.TemporaryDirectory(prefix="octavo-soak-") as name:
+        write_checkpoint(Path(name), fields, device)
+        yield Path(name)
+
+
+def run(name: str, seed: int, seconds: float, most: int) -> Report:
+    """Work for `seconds`, and then compute at most so many of the results again.
+
+    The report's time begins when the engine serves.
+    """
+    setting, rng = SETTINGS[name], random.Random(seed)
+    options = COMMON | setting.options | {"max_model_len": setting.max_model_len}
+    with (
+        checkpoint(setting) as directory,
+        LLM(
+            str(directory),
+            num_blocks=setting.num_blocks,
+            swap_space=1 << 30,
+            watermark=0.0,
+            max_num_seqs=max(64, setting.most_at_once),
+            max_num_batched_tokens=min(2048, setting.max_model_len),
+            **options,
+        ) as llm,
+    ):
+        work = LongWork(setting, llm.engine.model_config.vocab_size)
+        report, pins = Report(name, seconds), list[str]()
+        while not report.is_late:
+            change_pins(llm, work, rng, pins, report)
+            Round(llm, work, rng, report, rng.choice((1, 2, 8, setting.most_at_once))).run()
+            check_blocks(llm, report)
+            report.count("rounds")
+        for mode, number in llm.engine.scheduler.num_preemptions.items():
+            report.counts[f"{mode}_preemptions"] = number
+        results = [each for output in work.outputs for each in results_of(output)]
+        compare(llm, rng.sample(results, min(len(results), most)), report)
+    report.require("samples", 1)
+    report.show()
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak.rescored", description="See the module.")
+    parser.add_argument("settings", nargs="+", choices=SETTINGS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of work, for each setting")
+    parser.add_argument("--most", type=int, default=400, help="results to compute again")
+    args = parser.parse_args()
+    reports = [run(name, args.seed, args.seconds, args.most) for name in args.settings]
+    num_violations = sum(report.num_violations for report in reports)
+    summary = {report.part: report.values() for report in reports}
+    print(json.dumps({"rescored": summary, "seed": args.seed, "violations": num_violations}))
+    return 1 if num_violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
