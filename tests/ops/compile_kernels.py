@@ -170,23 +170,28 @@ def clusters() -> None:
     heads, and all features."""
     from attention_cases import UnitNorm, rotary_table
 
+    from octavo.ops import KVScales
     from octavo.ops.cuda.attention_decode_cluster import ClusterConfig, attend_in_clusters
     from octavo.ops.cuda.attention_scores import KernelScores
     from octavo.ops.cuda.kv_write import HeadChanges
 
     one_tile = ClusterConfig(is_one_tile=True)
-    for config, dim, block_size, group, rotary_dim, has_scores in (
-        (ClusterConfig(), 128, 16, 8, 128, False),
-        (ClusterConfig(8), 128, 16, 8, 128, False),
-        (ClusterConfig(), 64, 48, 7, 24, True),
-        (ClusterConfig(), 128, 8, 1, None, True),
-        (ClusterConfig(), 256, 16, 2, 256, False),
-        (one_tile, 256, 16, 4, 256, True),
-        (one_tile, 128, 16, 8, 128, False),
+    for config, dim, block_size, group, rotary_dim, has_scores, kv_scales in (
+        (ClusterConfig(), 128, 16, 8, 128, False, None),
+        (ClusterConfig(8), 128, 16, 8, 128, False, None),
+        (ClusterConfig(), 64, 48, 7, 24, True, None),
+        (ClusterConfig(), 128, 8, 1, None, True, None),
+        (ClusterConfig(), 256, 16, 2, 256, False, None),
+        (one_tile, 256, 16, 4, 256, True, None),
+        (one_tile, 128, 16, 8, 128, False, None),
+        (ClusterConfig(8), 128, 16, 8, 128, False, KVScales(0.1, 0.2)),
+        (ClusterConfig(), 64, 48, 7, 24, True, KVScales(0.1, 0.2)),
+        (one_tile, 256, 16, 4, 256, False, KVScales(0.1, 0.2)),
     ):
         query = torch.zeros(2, 2 * group, dim, dtype=torch.bfloat16)
         key = torch.zeros(2, 2, dim, dtype=torch.bfloat16)
-        cache = torch.zeros(2, 2, 2, block_size, dim, dtype=torch.bfloat16)
+        cached = torch.bfloat16 if kv_scales is None else torch.float8_e4m3fn
+        cache = torch.zeros(2, 2, 2, block_size, dim, dtype=cached)
         numbers = torch.zeros(1, 8, dtype=torch.int32)
         rotary, norm, cap, sinks = None, None, None, None
         if rotary_dim is not None:
@@ -205,6 +210,7 @@ def clusters() -> None:
             HeadChanges(rotary, norm, norm),
             KernelScores(0.1, cap, None, sinks, None),
             config,
+            kv_scales,
         )
 
 

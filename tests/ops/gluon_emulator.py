@@ -32,6 +32,7 @@ from ptx_emulator import Words, carry_out
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 PATIENCE = 60.0  # seconds that a partition waits at a barrier, or a program for another one
@@ -48,6 +49,7 @@ DTYPES = {
     "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "uint8": torch.uint8,
 }
 LAYOUTS = (
     "BlockedLayout",
@@ -402,6 +404,7 @@ class _Namespaces:
         )
         self.meanings = {
             "gl": language,
+            "tl": language,
             "mbarrier": barrier,
             "async_copy": SimpleNamespace(mbarrier_arrive=copies.arrive),
             "_copy": copies.add,
@@ -416,7 +419,7 @@ class _Namespaces:
         }
         self.globals: dict[int, dict[str, Any]] = {}
 
-    def rebound(self, function: JITFunction[Any]) -> Callable[..., Any]:
+    def rebound(self, function: JITFunction[Any] | InterpretedFunction) -> Callable[..., Any]:
         raw: FunctionType = function.fn
         return FunctionType(
             raw.__code__, self._globals(raw.__globals__), raw.__name__, raw.__defaults__
@@ -429,7 +432,7 @@ class _Namespaces:
             for name, value in module.items():
                 if isinstance(value, ModuleType) or name.startswith("__"):
                     continue
-                if isinstance(value, JITFunction):
+                if isinstance(value, JITFunction | InterpretedFunction):
                     value = self.rebound(value)
                 own[name] = getattr(value, "value", value)
             own |= self.meanings | {"min": min}

@@ -414,7 +414,7 @@ class TritonBackend:
 
     def _is_for_clusters(self, shape: _Shape, device: torch.device) -> bool:
         """Whether `cluster_config` knows how few decodes of layers of this shape are computed."""
-        return _is_on_hopper(device) and not self._is_fp8 and not self._need_distances(shape)
+        return _is_on_hopper(device) and not self._need_distances(shape)
 
     def _need_distances(self, shape: _Shape) -> bool:
         """Whether scores of any layer of this shape depend on how far a key is."""

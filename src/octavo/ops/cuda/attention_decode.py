@@ -725,7 +725,7 @@ def decode_attention(
     """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
 
     With the kernel that `config` stands for: this module's, or attention_decode_cluster.py's, which
-    takes one split of each sequence, and neither e4m3 nor a rounding.
+    takes one split of each sequence, and no rounding.
 
     Args:
         query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, in
@@ -744,10 +744,8 @@ def decode_attention(
     """
     if isinstance(config, ClusterConfig):
         assert isinstance(output, Tensor), "`can_round` says so"
-        assert kv_scales is None, "clusters take keys as they are"
-        attend_in_clusters(
-            query, key, value, layer_cache, table, items, output, changes, scores, config
-        )
+        tensors = query, key, value, layer_cache, table, items, output
+        attend_in_clusters(*tensors, changes, scores, config, kv_scales)
         return
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]

@@ -13,6 +13,8 @@ by one instruction for 8 x 8 of them (movmatrix). Values are the left operand of
 a thread has 8 neighbouring elements of a key, and which rows of the product they are is a matter of
 names. So a thread loads 16 bytes at once, of keys and of values.
 
+Of an FP8 cache the products are in float16, which every e4m3 number is, too (`in_float16`).
+
 The first tile is loaded before the preceding kernel has ended (pdl.py). The program with the last
 keys of a sequence also takes the new token, whose key is rotated beside the queries.
 
@@ -35,7 +37,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from octavo.ops.base import MOST_CONTINUED
+from octavo.ops.base import MOST_CONTINUED, KVScales
 from octavo.ops.cuda.attention_scores import TANH, KernelScores
 from octavo.ops.cuda.clusters import (
     BARRIER_BYTES,
@@ -53,7 +55,15 @@ from octavo.ops.cuda.clusters import (
 )
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.linear_hopper import _barrier
-from octavo.ops.cuda.paged import ITEM_FIELDS, LOWEST, REREAD
+from octavo.ops.cuda.paged import (
+    ITEM_FIELDS,
+    LOWEST,
+    REREAD,
+    float16_factors,
+    scale_arguments,
+    stored,
+    unscaled,
+)
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.rotary import partner_of
 from octavo.ops.cuda.tile_sizes import power_of_2
@@ -81,7 +91,7 @@ class ClusterConfig:
     def takes(self, dtype: torch.dtype, head_dim: int, group: int) -> bool:
         """Whether the kernel computes decodes of such layers on a Hopper GPU.
 
-        The cache is of the same dtype, and scores do not depend on distances.
+        The cache is of the same dtype, or e4m3; scores do not depend on distances.
 
         group: query heads of a KV head.
         """
@@ -206,6 +216,7 @@ def _transposed(x):
 def _weigh(
     k,
     q,
+    up,
     top,
     total,
     first,
@@ -216,8 +227,13 @@ def _weigh(
     MMA: gl.constexpr,
 ):
     """The maximum and the sum of each warp's weights so far [WARPS, 8], with the keys of one more
-    tile; what earlier weights are multiplied by; and the new ones, as a right operand."""
-    products = mma_v2(k, q, gl.zeros([WARPS, _KEYS, _HEADS], gl.float32, MMA))
+    tile; what earlier weights are multiplied by; and the new ones, as a right operand.
+
+    up: see in_float16; None: queries are as they came.
+    """
+    products = mma_v2(k.to(q.dtype), q, gl.zeros([WARPS, _KEYS, _HEADS], gl.float32, MMA))
+    if up is not None:
+        products *= up[None, None, :]
     key = first + _along(0, WARPS, MMA) * _KEYS + _along(1, _KEYS, MMA)
     scores = gl.where(key < end, _scored(products, scale, cap), -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
@@ -240,7 +256,7 @@ def _add(acc, old_weight, v, weights, WARPS: gl.constexpr, HEAD_DIM: gl.constexp
     v = gl.convert_layout(
         v.reshape([WARPS, HEAD_DIM, _KEYS]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
     )
-    return mma_v2(v, weights, acc * old_weight[:, None, :])
+    return mma_v2(v.to(weights.dtype), weights, acc * old_weight[:, None, :])
 
 
 @gluon.jit
@@ -273,6 +289,9 @@ def _cluster_kernel(
     scale,  # these three: KernelScores
     cap,
     sinks,
+    key_inverse,  # these three: KVScales
+    value_inverse,
+    value_scale,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     GROUP_PAD: gl.constexpr,
@@ -303,6 +322,7 @@ def _cluster_kernel(
     # Those of the queries, and as many behind them, of which the first is the new key.
     ROWS: gl.constexpr = max(2 * GROUP_PAD, _HEADS)
     DTYPE: gl.constexpr = query.dtype.element_ty
+    FACTOR: gl.constexpr = gl.float16 if key_inverse is not None else DTYPE  # of products
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
     )
@@ -399,17 +419,29 @@ def _cluster_kernel(
                 y = (y.to(gl.float32) * factor * partner_weight).to(DTYPE)
         if ROTARY_HALF > 0:
             x = (x.to(gl.float32) * c[None, :] + y.to(gl.float32) * s[None, :]).to(DTYPE)
-        prepared = gl.allocate_shared_memory(DTYPE, [ROWS, HEAD_DIM], PREPARED)
-        prepared.store(x)
+        shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        prepared = gl.allocate_shared_memory(FACTOR, [ROWS, HEAD_DIM], PREPARED)
+        new_key_stored = stored(x, key_inverse)
+        up = None
+        if key_inverse is None:
+            prepared.store(x)
+        else:
+            wide = x.to(gl.float32)
+            down, up = float16_factors(gl.max(gl.abs(wide), 1))
+            narrow = (wide * down[:, None]).to(FACTOR)
+            prepared.store(gl.where(queries, narrow, new_key_stored.to(FACTOR)))
+            factors = gl.allocate_shared_memory(gl.float32, [ROWS], shared)
+            factors.store(up)
+            up = factors.slice(0, _HEADS).load(gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
         q = prepared.slice(0, _HEADS, dim=0) if ROWS > _HEADS else prepared
         q = q.permute((1, 0)).load(gl.SliceLayout(0, QUERIES))
-        q = q[None, :, :] + gl.zeros([WARPS, HEAD_DIM, _HEADS], DTYPE, QUERIES)
+        q = q[None, :, :] + gl.zeros([WARPS, HEAD_DIM, _HEADS], FACTOR, QUERIES)
 
         top = gl.full([WARPS, _HEADS], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
         total = gl.zeros([WARPS, _HEADS], gl.float32, gl.SliceLayout(1, MMA))
         acc = gl.zeros([WARPS, HEAD_DIM, _HEADS], gl.float32, MMA)
         top, total, old_weight, weights = _weigh(
-            k, q, top, total, begin, end, scale, cap, WARPS, MMA
+            k, q, up, top, total, begin, end, scale, cap, WARPS, MMA
         )
         if not ONE_TILE and begin + TILE < end:
             # Ids of blocks are loaded one tile ahead, so that keys do not wait for the table.
@@ -431,7 +463,7 @@ def _cluster_kernel(
                 )  # fmt: skip
                 value_blocks = _blocks_of(table, tile_values + TILE, end, BLOCK_SIZE)
                 top, total, old_weight, weights = _weigh(
-                    k, q, top, total, first, end, scale, cap, WARPS, MMA
+                    k, q, up, top, total, first, end, scale, cap, WARPS, MMA
                 )
         acc = _add(acc, old_weight, v, weights, WARPS, HEAD_DIM)
 
@@ -444,18 +476,17 @@ def _cluster_kernel(
         sum_line = (_along(0, WARPS, SUMS) * GROUP_PAD + _along(1, _HEADS, SUMS)) * SUM_LINE
         places = kept + sum_line + _along(2, HEAD_DIM, SUMS) * 4
         keep_own(acc, places, ((_along(1, _HEADS, SUMS) < GROUP_PAD) & (places >= 0)).to(gl.int32))
-        shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        tops = gl.allocate_shared_memory(gl.float32, [WARPS, _HEADS], shared)
-        totals = gl.allocate_shared_memory(gl.float32, [WARPS, _HEADS], shared)
+        by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        tops = gl.allocate_shared_memory(gl.float32, [WARPS, _HEADS], by_warp)
+        totals = gl.allocate_shared_memory(gl.float32, [WARPS, _HEADS], by_warp)
         tops.store(top)
         totals.store(total)
-        scores = gl.allocate_shared_memory(
-            gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
+        scores = gl.allocate_shared_memory(gl.float32, [ROWS], shared)
+        new_value = stored(new_value, value_inverse)
         if has_new:
             rotated_key = prepared.slice(GROUP_PAD, 1, dim=0).load(READ).to(gl.float32)
             scores.store(_scored(gl.sum(x.to(gl.float32) * rotated_key, 1), scale, cap))
-            gl.store(keys + ((slot + dim)[None, :] + row * 0), x, mask=new_key)
+            gl.store(keys + ((slot + dim)[None, :] + row * 0), new_key_stored, mask=new_key)
             gl.store(values + (slot + sum_dim), new_value)
         _barrier()
         every_top = tops.slice(0, GROUP_PAD, dim=1).load(OF_WARPS)
@@ -501,6 +532,7 @@ def _cluster_kernel(
         all_weights = gl.sum(its_weight * its_whole, 0)
         out = gl.sum(its_weight[:, None] * found, 0)
         out = out / gl.where(all_weights == 0.0, 1.0, all_weights)  # 0: padding
+        out = unscaled(out, value_scale)
         of_head = token.to(gl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
         own += rank * COLUMNS
         gl.store(output + (of_head + own), out.to(DTYPE), mask=own < GROUP * HEAD_DIM)
@@ -562,6 +594,7 @@ def attend_in_clusters(
     changes: HeadChanges,
     scores: KernelScores,
     config: ClusterConfig,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """As `decode_attention`, of what `config` takes.
 
@@ -594,6 +627,7 @@ def attend_in_clusters(
         scores.scale,
         scores.cap,
         scores.sinks,
+        *scale_arguments(kv_scales),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=padded,

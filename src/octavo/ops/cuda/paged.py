@@ -58,13 +58,20 @@ def in_float16(q):
     elements below 2**-29 of that one.
     """
     wide = q.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
+    down, up = float16_factors(tl.max(tl.abs(wide), 1))
+    return (wide * down[:, None]).to(tl.float16), up
+
+
+@triton.jit
+def float16_factors(largest):
+    """What rows with these largest sizes are multiplied by to become float16, and its inverse; see
+    `in_float16`."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 15), 252)
     # From 2**(exponent - 127) to 2**14, and back; NaN stays NaN.
     down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return (wide * down[:, None]).to(tl.float16), up
+    return down, up
 
 
 # Bytes 0, 2, 1 and 3 of two int16; then two numbers at once.
