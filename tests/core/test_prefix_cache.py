@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from core.worlds import BLOCK_SIZE, World, compute, make_manager, make_sequence
 from octavo.core.block_table import BlockTable
 from octavo.core.decoding import PinPrefix
-from octavo.core.invariants import check_manager
+from octavo.core.invariants import check_manager, check_scheduler
 from octavo.core.kv import prefix_cache, prefix_matcher
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, SlidingWindow
@@ -227,3 +227,25 @@ def test_a_pinned_block_is_not_counted_again_for_each_request(
     world.add("user", 4, 4)
     assert held.number == 0
     assert world.scheduler.limits.num_available_blocks() == 8
+
+
+def test_a_pin_takes_no_longer_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its own blocks are looked at when it is pinned and when it is unpinned."""
+    world = World(num_blocks=100)
+    for number in range(20):
+        world.add(f"pin-{number}", prompt=[1, 10 + number] * 4, method=PinPrefix(f"{number}", 8))
+    worst_cases = Calls(monkeypatch, KVCacheManager, "worst_case_blocks")
+    for number in range(20):
+        world.add(f"user-{number}", prompt=[1, 10 + number] * 4 + [1], num_output_tokens=number)
+    world.add("last", prompt=[1, 10] * 4, method=PinPrefix("last", 8))
+    assert worst_cases.number <= 3 * 21
+    assert world.scheduler.limits.num_available_blocks() == 100 - 21 * 2
+    world.run()
+    assert world.kv.num_pinned_blocks == 20 * 2  # the last one holds the blocks of the first
+    held = Calls(monkeypatch, BlockTable, "held")
+    world.kv.unpin("0")
+    assert world.kv.num_pinned_blocks == 20 * 2
+    world.kv.unpin("last")
+    assert world.kv.num_pinned_blocks == 19 * 2
+    assert held.number <= 4
+    check_scheduler(world.scheduler)

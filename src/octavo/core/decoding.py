@@ -176,10 +176,10 @@ class PinPrefix:
 
     def __init__(self, name: str, num_tokens: int) -> None:
         self.max_length = num_tokens
-        self._name = name
+        self.name = name
 
     def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
-        verbs.pin(seq, self._name)
+        verbs.pin(seq, self.name)
 
 
 class PromptReader:

@@ -14,6 +14,7 @@ from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.reserving import ReservingKVCacheManager
 from octavo.core.kv.specs import FullAttention
 from octavo.core.prefix_node import TOKEN_BYTES
+from octavo.core.request_limits import keeps_blocks
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence, Status
 
@@ -46,6 +47,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert slots + free_slots == scheduler.config.max_num_seqs, "a slot is lost"
     for request in scheduler.running:
         assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
+    _check_limits(scheduler)
     _check_ready(scheduler)
     _check_steps_in_flight(scheduler)
     computing = {seq.seq_id for seq in on_device}
@@ -53,6 +55,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert owners <= computing, "prompts wait for blocks that no sequence computes"
     alive = {seq for request in scheduler.requests.values() for seq in request.sequences}
     assert alive.issuperset(scheduler.kv.recent_prompts()), "a prompt that has ended is kept alive"
+
+
+def _check_limits(scheduler: Scheduler) -> None:
+    """What new requests are checked against is what the unfinished ones and the pins need."""
+    limits, kv = scheduler.limits, scheduler.kv
+    needed = {each: limits.worst_case_blocks(each) for each in scheduler.requests.values()}
+    assert limits.worst_cases == needed, "the worst case of a request is not known"
+    coming = sum(blocks for request, blocks in needed.items() if keeps_blocks(request))
+    assert limits.num_available_blocks() == kv.pool.num_blocks - kv.num_pinned_blocks - coming
+    others = [blocks for request, blocks in needed.items() if not keeps_blocks(request)]
+    assert limits.largest == max(others, default=0), "the largest request is not known"
 
 
 def _check_ready(scheduler: Scheduler) -> None:
@@ -96,7 +109,10 @@ def check_manager(
     if isinstance(kv, ReservingKVCacheManager):
         _check_reservations(kv, on_device)
         return
-    tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
+    pinned = [_table(seq) for seq in kv.pins.values()]
+    tables = [*map(_table, on_device), *pinned]
+    holders = Counter(block_id for table in pinned for block_id in table.held())
+    assert kv.pinned == holders, "blocks of pinned prefixes are not counted"
     _check_pool(kv.pool, tables, kv.held_sources)
     _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections import Counter
 
 from octavo.config import SchedulerConfig
 from octavo.core.kv.manager import KVCacheManager
@@ -17,23 +18,32 @@ class RequestLimits:
     other requests.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, queued: Mapping[str, Request]
-    ) -> None:
-        """`queued`: all unfinished requests by id, kept up to date by the caller."""
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self._kv = kv
-        self._queued = queued
-        self._pinning: list[Request] = []  # requests that pin a prefix; some may have finished
+        self._worst_cases: dict[Request, int] = {}  # in blocks, of all unfinished requests
+        self._num_coming = 0  # the sum of those that pin a prefix
+        # Those that pin nothing: how many have which worst case, and the different ones, sorted.
+        self._counts: Counter[int] = Counter()
+        self._sizes: list[int] = []
 
     def worst_case_blocks(self, request: Request) -> int:
         """The most blocks that a request may come to hold."""
         return self._kv.worst_case_blocks(request, self._config.max_num_batched_tokens)
 
+    @property
+    def worst_cases(self) -> dict[Request, int]:
+        """The worst cases of all unfinished requests; for inspection."""
+        return dict(self._worst_cases)
+
+    @property
+    def largest(self) -> int:
+        """The largest worst case of the unfinished requests that pin nothing."""
+        return self._sizes[-1] if self._sizes else 0
+
     def num_available_blocks(self) -> int:
         """Blocks that no pinned prefix holds or will hold."""
-        coming = sum(self.worst_case_blocks(r) for r in self._pinning if not r.is_finished)
-        return self._kv.pool.num_blocks - self._kv.num_pinned_blocks - coming
+        return self._kv.pool.num_blocks - self._kv.num_pinned_blocks - self._num_coming
 
     def check(self, request: Request, leave: int = 0) -> None:
         """Raises RequestTooLong if a request could never run to its end.
@@ -61,7 +71,7 @@ class RequestLimits:
                 f"the pool has {available}{unpinned}; lower max_tokens, n or the beam width, or "
                 "enlarge the KV cache",
             )
-        if _keeps_blocks(request):
+        if keeps_blocks(request):
             self._check_leaves_room(request, available - needed, leave)
 
     def _check_encoder_input(self, request: Request) -> None:
@@ -77,12 +87,29 @@ class RequestLimits:
 
     def note(self, request: Request) -> None:
         """A checked request has been queued."""
-        if _keeps_blocks(request):
-            self._pinning = [r for r in self._pinning if not r.is_finished] + [request]
+        needed = self._worst_cases[request] = self.worst_case_blocks(request)
+        if keeps_blocks(request):
+            self._num_coming += needed
+            return
+        if not self._counts[needed]:
+            insort(self._sizes, needed)
+        self._counts[needed] += 1
+
+    def forget(self, request: Request) -> None:
+        """A request that was queued has ended; nothing happens if that is known."""
+        needed = self._worst_cases.pop(request, None)
+        if needed is None:
+            return
+        if keeps_blocks(request):
+            self._num_coming -= needed
+            return
+        self._counts[needed] -= 1
+        if not self._counts[needed]:
+            del self._counts[needed]
+            del self._sizes[bisect_left(self._sizes, needed)]
 
     def _check_leaves_room(self, pin: Request, left: int, leave: int) -> None:
-        others = [r for r in self._queued.values() if not _keeps_blocks(r)]
-        needed = max([leave, *map(self.worst_case_blocks, others)])
+        needed = max(leave, self.largest)
         if left < needed:
             raise RequestTooLong(
                 "prefix",
@@ -91,7 +118,8 @@ class RequestLimits:
             )
 
 
-def _keeps_blocks(request: Request) -> bool:
+def keeps_blocks(request: Request) -> bool:
+    """Whether a request pins the prefix that it computes."""
     return request.method.wants == "kv" and request.method.keeps_blocks
 
 

@@ -86,7 +86,7 @@ class Scheduler:
         # The same lists, for observers.
         self.requests, self.waiting = queues.requests, queues.waiting
         self.swapped, self.running = queues.swapped, queues.running
-        self.limits = RequestLimits(config, kv, self.requests)
+        self.limits = RequestLimits(config, kv)
         self.costs = PreemptionCosts()
         self.num_preemptions = {"swap": 0, "recompute": 0}
         self.in_flight: dict[int, StepInFlight] = {}  # by step id
@@ -166,6 +166,8 @@ class Scheduler:
         self.queues.retire(requests)
         for request in requests:
             self._lifecycle.ended.pop(request, None)
+            if request.is_finished:
+                self.limits.forget(request)
 
     # ================================================================ planning a step
 

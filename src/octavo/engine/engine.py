@@ -74,7 +74,7 @@ class Engine:
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
         self._numbers = count()  # ids of requests that come without one
-        self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
+        self._pinning: set[str] = set()  # the names of prefixes that are being computed
         self._unread: set[str] = set()  # requests whose prompt reading was not reported yet
         self._failure: str | None = None
         self._is_closed = False
@@ -312,6 +312,8 @@ class Engine:
     def _forget(self, request: Request) -> None:
         """Forget a request that has ended, once everything about it was reported."""
         self._unread.discard(request.request_id)
+        if isinstance(request.method, PinPrefix):
+            self._pinning.discard(request.method.name)
         # A request and its sequences know each other. Parted, they go at once, not when the garbage
         # collector looks through everything, which would keep a step waiting.
         request.finished.clear()
@@ -337,8 +339,6 @@ class Engine:
         check_cache_salt(cache_salt)
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
-        open_requests = self.scheduler.requests
-        self._pinning = {n: r for n, r in self._pinning.items() if r in open_requests}
         if name in self.kv.pins or name in self._pinning:
             raise InvalidRequest("name", f"a prefix {shown(name)} is pinned already")
         request = Request(
@@ -352,7 +352,7 @@ class Engine:
         longest = self.kv.num_blocks_for(self.max_model_len, chunk)
         self.scheduler.limits.check(request, leave=longest)
         self.add_request(request)
-        self._pinning[name] = request.request_id
+        self._pinning.add(name)
         return request
 
     def unpin_prefix(self, name: str) -> None:

@@ -91,7 +91,7 @@ class KVCacheManager:
         # I8: the swap tier never holds more than the device could.
         self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
         self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
-        self.num_pinned_blocks = 0
+        self.pinned: Counter[int] = Counter()  # blocks of these -> how many prefixes hold them
         self.num_cow_copies = 0
         # Tokens looked up in the prefix cache and tokens found there, when requests were first
         # admitted.
@@ -116,6 +116,10 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len(self.pinned)
 
     @property
     def num_table_blocks(self) -> int:
@@ -275,9 +279,8 @@ class KVCacheManager:
         """Remove the blocks of a sequence's prefix and of its encoder input from the prefix cache,
         no matter which sequence computed them, except pinned ones, which were verified when they
         were pinned."""
-        pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
         for node in [*seq.prefix_nodes, *self._prefixes.tails_of(seq)]:
-            for block_id in self.prefix_cache.forget_prefix(node, pinned):
+            for block_id in self.prefix_cache.forget_prefix(node, self.pinned):
                 self.pool.forget_cached(block_id)
         if seq.request.encoder_node is not None:
             for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
@@ -299,12 +302,16 @@ class KVCacheManager:
         self._hold_indexed_blocks(seq)
         self._prefixes.abandon(seq)
         self.pins[name] = seq
-        self._count_pinned_blocks()
+        self.pinned.update(_table(seq).held())
 
     def unpin(self, name: str) -> None:
         """Release a pinned prefix's blocks; they stay cached until they are evicted."""
-        self.free(self.pins.pop(name))
-        self._count_pinned_blocks()
+        seq = self.pins.pop(name)
+        for block_id in _table(seq).held():
+            self.pinned[block_id] -= 1
+            if not self.pinned[block_id]:
+                del self.pinned[block_id]
+        self.free(seq)
 
     # ---------------------------------------------------------------- the paper's verbs
 
@@ -555,10 +562,6 @@ class KVCacheManager:
         _table(child).writable_until = table.writable_until
         # Beyond what is computed, the two may already have different tokens.
         child.prefix_nodes = parent.prefix_nodes[: num_computed // self.block_size]
-
-    def _count_pinned_blocks(self) -> None:
-        held = {b for seq in self.pins.values() for b in _table(seq).held()}
-        self.num_pinned_blocks = len(held)
 
     def _hold_indexed_blocks(self, seq: Sequence) -> None:
         """Hold the indexed blocks where the sequence's own are copies of them: those are what later
