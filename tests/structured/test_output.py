@@ -54,6 +54,19 @@ def say(llm: LLM, params: Params, prompt: Any = (5, 6, 7)) -> RequestOutput:
     return stream.output
 
 
+def rules(count: int, start: str = "") -> str:
+    """A Lark grammar with so many alternatives at one place."""
+    names = [f"r{i}" for i in range(count)]
+    texts = [f'{name}: "{name}"' for name in names]
+    return "\n".join([f"start: {start}any", f"any: {' | '.join(names)}", *texts])
+
+
+def optional(count: int, prefix: str = "p") -> dict[str, Any]:
+    """A schema of objects with so many optional properties."""
+    properties = {f"{prefix}{i}": {"type": "integer"} for i in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("structured", "pattern"),
     [
@@ -352,6 +365,14 @@ for _ in range(150):
         ({"choice": [""]}, "structured.choice", "'' is not a text"),
         ({"choice": ["a"] * 5000}, "structured.choice", "5000 texts"),
         ({"grammar": "start: x"}, "structured.grammar", 'unknown name: "x"'),
+        ({"grammar": rules(5000)}, "structured.grammar", "Current row has 5001 items"),
+        ({"grammar": rules(5000, '"b" ')}, "structured.grammar", "Current row has 5001 items"),
+        ({"json_schema": optional(1025)}, "structured.json_schema", "#: 1025 optional properties"),
+        (
+            {"json_schema": {"anyOf": [optional(700), optional(700, "q")]}},
+            "structured.json_schema",
+            "Current row has",
+        ),
         ({"grammar": None}, "structured", "nothing is given"),
     ],
 )  # fmt: skip
@@ -363,6 +384,17 @@ def test_what_cannot_be_is_refused_by_name(
     assert caught.value.field == field
     assert words in caught.value.reason
     assert len(caught.value.reason) < 700
+
+
+def test_objects_may_have_many_optional_properties() -> None:
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
+    inner = {"type": "object", "properties": {"a": optional(1000)}, "required": ["a"]}
+    for text, schema in (('{"p7": 1, "p999": 2}', optional(1000)), ('{"a":{"p1":3}}', inner)):
+        grammar = Grammar("json_schema", json.dumps(schema))
+        library.check(grammar)
+        constraint = library.compile(grammar).fork()
+        assert constraint.accept(library._tokenizer.tokenize_str(text)) == ""
+        assert constraint.matcher.is_accepting()
 
 
 def test_schemas_that_recurse_to_an_end_are_accepted(llm: LLM) -> None:

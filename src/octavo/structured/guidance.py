@@ -7,6 +7,7 @@ the same rows compute the same masks.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,17 @@ SLICES = [
     *(f"{_IN_STRING}{{1,{length}}}" for length in _STRING_LENGTHS),
     f"{_IN_STRING}+",
 ]
+# Ways to go on that the library follows at a place of the output: each alternative is one, and each
+# optional property of an object four. It accepts a token in 10 ms where there are so many.
+MAX_WAYS = 4_500
+# Limits are met only where they apply: a check writes the first tokens of an output that the
+# grammar allows, not counting those that it forces.
+NUM_TRIED_TOKENS = 16
+MAX_FORCED_TOKENS = 1_024  # that are written on the way
+# What a tried output would rather go on with: it comes to the parts of objects and lists early.
+_OPENING = (b"{", b"[", b'"', b"}", b"]")
+# What is said of a limit. Other errors say that no token is left, which may be so here only.
+_ABOUT_LIMITS = re.compile("max is|limit|too (many|complex)", re.IGNORECASE)
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -267,6 +279,9 @@ class Guidance:
         """Raises InvalidRequest if a grammar cannot be enforced, or if the tokens `begun` are not
         the beginning of an output that it allows."""
         constraint = self.compile(grammar)
+        reason = self._limit_met(constraint.fork().matcher)
+        if reason:
+            raise InvalidRequest(grammar.field, f"it is beyond the library's limits: {reason}")
         reason = constraint.fork().accept(begun) if begun else ""
         if reason:
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
@@ -407,6 +422,27 @@ class Guidance:
             self._new_threads = ThreadPoolExecutor(MAX_APART, "new masks")
             self._tokenizer = tokenizer
 
+    def _limit_met(self, matcher: LLMatcher) -> str:
+        """What the library says of a limit that the first tokens of an output meet; "" if none."""
+        tokenizer = self._tokenizer
+        opening = [ids[0] for ids in map(tokenizer.tokenize_bytes, _OPENING) if len(ids) == 1]
+        num_forced = 0
+        for _ in range(NUM_TRIED_TOKENS):
+            forced = matcher.compute_ff_tokens()
+            num_forced += len(forced)
+            if num_forced > MAX_FORCED_TOKENS or matcher.is_stopped():
+                break
+            matcher.consume_tokens(forced)
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            allowed[tokenizer.eos_tokens] = 0
+            token_id = next((each for each in opening if allowed[each]), int(allowed.argmax()))
+            if matcher.is_stopped() or not allowed[token_id]:
+                break
+            matcher.consume_token(token_id)
+        message = _message(matcher.get_error())
+        return message if _ABOUT_LIMITS.search(message) else ""
+
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
         from llguidance import LLMatcher, LLParserLimits
 
@@ -425,7 +461,7 @@ class Guidance:
         if len(parts) > 1:
             schema = None  # which of them is meant is not known
         text = json.dumps({"grammars": grammars})
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=MAX_WAYS, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits are met only here
@@ -444,7 +480,7 @@ def _in_library_form(kind: str, source: str) -> dict[str, Any]:
         [grammar] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"]
         return {"lark_grammar": grammar["lark_grammar"]}
     if kind == "choice":
-        # One terminal: of rules, the library's parser takes at most 2,000 at a place.
+        # One terminal, as rules would all be ways to go on.
         texts = " | ".join(map(json.dumps, json.loads(source)))
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
     if kind == "lark":

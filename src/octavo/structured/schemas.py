@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 MAX_DEPTH = 100  # of a schema, in JSON values
+MAX_OPTIONAL = 1_024  # properties of an object, each of which the library follows at its beginning
 MAX_LOOKS = 100_000  # at schemas, to find out whether values end; about a tenth of a second
 
 # Keywords whose values are schemas, lists of schemas, or mappings from names to schemas.
@@ -17,8 +18,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 def refusal(schema: object) -> str | None:
     """Why outputs cannot be made to keep to a schema, as far as the library does not say so: it
-    allows nothing, is nested too deeply, counts names that may repeat, or each of its values would
-    contain another one of the same kind, without end."""
+    allows nothing, is nested too deeply, counts names that may repeat, has too many that may be
+    left out, or each of its values would contain another one of the same kind, without end."""
     if schema is False:
         return "false allows no value"
     if _depth_exceeds(schema, MAX_DEPTH):
@@ -28,6 +29,9 @@ def refusal(schema: object) -> str | None:
         is_closed = each.get("additionalProperties") is False and "patternProperties" not in each
         if isinstance(least, int | float) and least > len(required) and not is_closed:
             return f"{path}: minProperties: the same name could be written more than once"
+        num_optional = len(_mapping(each, "properties").keys() - set(map(str, required)))
+        if num_optional > MAX_OPTIONAL:
+            return f"{path}: {num_optional} optional properties are more than {MAX_OPTIONAL}"
     if not _Endings(schema).has_end(schema):
         return "it recurses without end: each of its values must contain another one"
     return None
@@ -141,8 +145,7 @@ class _Endings:
         is_object = kinds == "object" or kinds == ["object"]
         is_array = kinds == "array" or kinds == ["array"]
         if is_object:
-            properties = schema.get("properties")
-            members = properties if isinstance(properties, dict) else {}
+            members = _mapping(schema, "properties")
             return all(
                 self.has_end(members.get(name))
                 for name in _list(schema, "required")
@@ -174,3 +177,8 @@ class _Endings:
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
     value = schema.get(name)
     return value if isinstance(value, list) else []
+
+
+def _mapping(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = schema.get(name)
+    return value if isinstance(value, dict) else {}
