@@ -9,7 +9,7 @@ import pytest
 
 import model_zoo
 from octavo.core.step import Grammar
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, Unavailable
 from octavo.structured import checker
 from octavo.structured.checker import GrammarChecker, verdict_on
 from octavo.structured.guidance import Guidance
@@ -71,7 +71,7 @@ def test_a_process_that_was_killed_is_not_the_fault_of_the_next_grammar(
     process.kill()
     process.wait()
     monkeypatch.setattr(grammars, "_command", [sys.executable, "-c", ""])
-    with pytest.raises(InvalidRequest, match="the process that compiles grammars did not start"):
+    with pytest.raises(Unavailable, match="the process that compiles grammars did not start"):
         grammars.check(Grammar("regex", "h"))
     monkeypatch.undo()
     grammars.check(Grammar("regex", "h"))  # which was not remembered

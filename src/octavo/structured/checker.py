@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.step import Grammar
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, Unavailable
 from octavo.structured.guidance import Guidance
 
 MAX_SECONDS = 0.5  # of CPU time, to compile a grammar: on the worker, others may wait so long
 MAX_WAIT_SECONDS = 10.0  # until the process is killed; it may have to share its core
 MAX_START_SECONDS = 60.0
+RETRY_SECONDS = 1.0  # after which a process that did not start may do so
 MAX_VERDICTS = 1024  # that are remembered
 STACK_BYTES = 1 << 20  # less than the worker's threads have, which compile the same grammars
 
 # The field at fault, "" for the grammar's own, and why it is refused, "" if it is not.
 Verdict = tuple[str, str]
-# It is about the process and not about the grammar, so it is not remembered.
-_NOT_STARTED: Verdict = "", "the process that compiles grammars did not start"
 
 
 class GrammarChecker:
@@ -53,18 +52,18 @@ class GrammarChecker:
         """Raises InvalidRequest if a grammar cannot be enforced, takes too long to compile, or does
         not allow an output that begins with the tokens `begun`.
 
-        Blocks while the grammar is compiled, unless it was checked before.
+        Blocks while the grammar is compiled, unless it was checked before. Raises Unavailable if
+        there is no process to compile it, which says nothing of the grammar.
         """
         key = (grammar, tuple(begun))
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._ask(*key)
-        if verdict != _NOT_STARTED:
-            with self._lock:
-                self._verdicts[key] = verdict
-                while len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
+        with self._lock:
+            self._verdicts[key] = verdict
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
         field, reason = verdict
         if reason:
             raise InvalidRequest(field or grammar.field, reason)
@@ -85,7 +84,7 @@ class GrammarChecker:
         for _ in range(2):
             process = process or self._start()
             if process is None:
-                return _NOT_STARTED
+                raise Unavailable("the process that compiles grammars did not start", RETRY_SECONDS)
             with contextlib.suppress(EOFError):
                 return self._answer(process, grammar, begun)
             _end(process)
