@@ -16,7 +16,7 @@ from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, Tenant
 from octavo.server.http.response_store import MAX_CHARACTERS, ResponseStore
 from server.live_server import LiveServer
-from server.scripted import ANSWER, ScriptedClient, scripted_app
+from server.scripted import ANSWER, CALLS, ScriptedClient, scripted_app
 
 TOOLS = [
     {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
@@ -196,6 +196,13 @@ def test_an_output_that_is_cut_is_incomplete() -> None:
         items = [event.item for event in events if event.type == "response.output_item.done"]
         assert items == events[-1].response.output  # type: ignore[union-attr]
         assert [item.status for item in items] == ["completed"] * 4
+        scripted.text = CALLS[: CALLS.index("{", 20)]  # before the first argument
+        cut = await client.responses.create(model="demo", input="hi", tools=TOOLS)  # type: ignore[arg-type]
+        assert [(each.status, each.arguments) for each in cut.output] == [("incomplete", "")]  # type: ignore[union-attr]
+        stream = await client.responses.create(model="demo", input="hi", tools=TOOLS, stream=True)  # type: ignore[arg-type]
+        events = [event async for event in stream]
+        texts = [each.arguments for each in events if each.type.endswith("arguments.done")]  # type: ignore[union-attr]
+        assert texts == [""]
         scripted.text, scripted.reason = "", "stop"
         empty = await client.responses.create(model="demo", input="hi")
         assert [item.type for item in empty.output] == ["message"]

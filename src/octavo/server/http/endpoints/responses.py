@@ -371,7 +371,7 @@ class ResponsesWriter(BlockWriter):
         item = self._item(block, self._status_of(block))
         end = self._event
         if block.kind == "call":
-            fields = {"name": block.name, "arguments": block.arguments}
+            fields = {"name": block.name, "arguments": item["arguments"]}
             events = [end("response.function_call_arguments.done", **place, **fields)]
         else:
             part, text = _part(block, block.text), block.text
@@ -461,12 +461,14 @@ class ResponsesWriter(BlockWriter):
     def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         item: OutputItem
         if block.kind == "call":
+            # What was cut off before the first argument must not look like a call without any.
+            arguments = block.text if status == "incomplete" else block.arguments
             item = FunctionCallItem(
                 id=self._id(block),
                 status=status,
                 call_id=block.call_id,
                 name=block.name,
-                arguments="" if is_empty else block.arguments,
+                arguments="" if is_empty else arguments,
             )
         elif block.kind == "reasoning":
             thoughts = [] if is_empty else [ReasoningText(text=block.text)]
