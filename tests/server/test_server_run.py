@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -67,6 +68,28 @@ def test_what_fails_at_the_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(RuntimeError, match="cannot watch"):
             run(serving)
     assert said == ["client", "client"]  # started and closed, and never ready
+
+
+def test_collections_leave_out_what_was_there_before_the_first_request() -> None:
+    async def nothing(*_: Any) -> None:
+        """It starts, drains and closes at once."""
+
+    said: list[int] = []
+
+    def ready(_: str) -> None:
+        said.append(gc.get_freeze_count())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client: Any = SimpleNamespace(start=nothing, drain=nothing, close=nothing, open_requests={})
+    app = FastAPI()
+    app.state.context = SimpleNamespace(storage=None)
+    listening = Listening(port=0)
+    before = gc.get_freeze_count()
+    with bind(listening) as listener:
+        run(_serve(client, app, listening, ConnectionLimits(), listener, ready))
+    [frozen] = said
+    assert frozen > before + 10_000
+    assert gc.get_freeze_count() <= before
 
 
 def test_the_limit_of_open_files_is_raised_and_bounds_the_connections() -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from fastapi import APIRouter, FastAPI
 
 from octavo.config import EngineConfig
+from octavo.engine.garbage import what_is_there_left_out
 from octavo.errors import ConfigError
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
@@ -46,7 +47,8 @@ def run_server(
     say: Callable[[str], None],
     routers: Sequence[APIRouter] = (),
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent.
+    """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent. Until
+    its end the process is the server's: its signals, open files and garbage collector.
 
     `routers` are endpoints from outside the package. Raises ConfigError (for a port that is taken,
     for example), ModelError or OutOfMemory.
@@ -190,14 +192,15 @@ async def _serve(
             server.start()
             watching = asyncio.create_task(server.watch())
             try:
-                ready(url_of(listening, listener.getsockname()[1]))
-                await unless(stop.wait(), asyncio.shield(watching))
-                stop.clear()
-                if storage is not None:
-                    await storage.batches.stop()
-                if client.open_requests:
-                    logger.info("draining; a second signal ends all requests at once")
-                await unless(stop.wait(), client.drain(listening.drain_seconds))
+                with what_is_there_left_out():
+                    ready(url_of(listening, listener.getsockname()[1]))
+                    await unless(stop.wait(), asyncio.shield(watching))
+                    stop.clear()
+                    if storage is not None:
+                        await storage.batches.stop()
+                    if client.open_requests:
+                        logger.info("draining; a second signal ends all requests at once")
+                    await unless(stop.wait(), client.drain(listening.drain_seconds))
                 await client.close()
             finally:
                 watching.cancel()
