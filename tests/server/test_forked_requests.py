@@ -20,6 +20,7 @@ from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.app import create_app
 from octavo.server.http.endpoints.completions import CompletionWriter
 from octavo.server.http.settings import ServerSettings
+from octavo.server.http.token_texts import CompletionScores
 from octavo.server.offload import LARGE_REPLY
 from server.clients import assert_nothing_is_held, complete, kill, run, sampling, symbolic_client
 from server.symbolic_engine import expected_tokens
@@ -86,6 +87,56 @@ def test_replies_with_many_outputs_keep_no_other_request_waiting(
                 check(reply.json(), count, 2, 2)
         main = threading.get_ident()
         assert [each == main for each in threads] == [True, True, False]
+
+    run(test())
+
+
+def test_streams_that_begin_with_long_scores_keep_no_other_request_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scores of a prompt are made once for all choices, and written in a thread, as those of a
+    child are that is joined at its end."""
+    threads: list[int] = []
+    delta_choices, scored = CompletionWriter.delta_choices, CompletionScores.prompt
+    prompts: list[int] = []
+
+    def noted(self: CompletionWriter, prompt: int, delta: SequenceDelta) -> Any:
+        threads.append(threading.get_ident())
+        return delta_choices(self, prompt, delta)
+
+    def counted(self: CompletionScores, *args: Any) -> Any:
+        prompts.append(1)
+        return scored(self, *args)
+
+    monkeypatch.setattr(CompletionWriter, "delta_choices", noted)
+    monkeypatch.setattr(CompletionScores, "prompt", counted)
+
+    async def test() -> None:
+        async with symbolic_client() as client, http(client) as requests:
+            fields = body(prompt=PROMPT * 7, n=3, max_tokens=2, echo=True, logprobs=1)
+            whole = (await requests.post("/v1/completions", json=fields)).json()["choices"]
+            assert len(prompts) == 1
+            reply = await requests.post("/v1/completions", json={**fields, "stream": True})
+            assert len(prompts) == 2
+            events = [line.removeprefix("data: ") for line in reply.text.split("\n\n")[:-2]]
+            parts = [choice for each in events for choice in json.loads(each)["choices"]]
+            for expected in whole:
+                own = [part for part in parts if part["index"] == expected["index"]]
+                assert "".join(part["text"] for part in own) == expected["text"]
+                for name, values in expected["logprobs"].items():
+                    assert [each for part in own for each in part["logprobs"][name]] == values
+            main = threading.get_ident()
+            assert sum(each != main for each in threads) == 3
+            threads.clear()
+            fields = body(max_tokens=LARGE_REPLY + 1, logprobs=1, background=True)
+            parent = (
+                await requests.post("/v1/completions", json=body(prompt=PROMPT, max_tokens=2))
+            ).json()["id"]
+            fork = (await requests.post("/v1/forks", json={"parent": parent, **fields})).json()
+            child = (await requests.get(f"/v1/forks/{fork['id']}/0")).json()["choices"][0]
+            assert len(child["logprobs"]["tokens"]) == LARGE_REPLY + 1
+            assert len(threads) == 1
+            assert threads != [main]
 
     run(test())
 

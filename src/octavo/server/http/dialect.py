@@ -18,6 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from fastapi import Request, Response
@@ -42,6 +43,7 @@ from octavo.server.http.streams import (
     results,
     while_connected,
 )
+from octavo.server.offload import LARGE_REPLY
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 ChoiceT = TypeVar("ChoiceT")
@@ -137,29 +139,26 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
         """What comes of the prompts, each item with the number of its prompt."""
         return merged(self.streams)
 
+    def num_scores(self, prompt: int, item: StreamEvent) -> int:
+        """How many tokens with log-probabilities are written of an item."""
+        return len(item.logprobs) if isinstance(item, SequenceDelta) else 0
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
-        options = self.body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
+        offload = context_of(self.request).client.offload
         try:
             async for prompt, item in self.items():
-                if isinstance(item, SequenceDelta):
-                    choices = self.delta_choices(prompt, item)
+                size = self.num_scores(prompt, item)
+                if size <= LARGE_REPLY:
+                    written = self._events(prompt, item)
                 else:
-                    check_ended(item)
-                    is_beam = self.body.beam_width is not None
-                    choices = self.beam_choices(prompt, item) if is_beam else []
-                if not choices:
-                    continue
-                chunks = [self.chunk([choice]) for choice in choices]
-                if wants_usage:
-                    for each in chunks:
-                        each.usage = self.usage() if continuous else None
-                yield b"".join(map(event, chunks))
+                    written = await offload.reply(size, partial(self._events, prompt, item))
+                if written:
+                    yield written
             usage = self.usage()
             self.log(usage)
-            if wants_usage:
+            options = self.body.stream_options
+            if options is not None and options.include_usage:
                 last = self.chunk([])
                 last.usage = usage
                 yield event(last)
@@ -167,6 +166,21 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
             # The status is on its way already, so the error is an event of its own.
             yield event(as_api_error(error).reply)
         yield DONE
+
+    def _events(self, prompt: int, item: StreamEvent) -> bytes:
+        """What is written of an item, perhaps in a thread; nothing else is written meanwhile."""
+        if isinstance(item, SequenceDelta):
+            choices = self.delta_choices(prompt, item)
+        else:
+            check_ended(item)
+            is_beam = self.body.beam_width is not None
+            choices = self.beam_choices(prompt, item) if is_beam else []
+        chunks = [self.chunk([choice]) for choice in choices]
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            for each in chunks:
+                each.usage = self.usage() if options.continuous_usage_stats else None
+        return b"".join(map(event, chunks))
 
 
 @dataclass(frozen=True, slots=True)

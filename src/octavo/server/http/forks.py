@@ -6,12 +6,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import Tenant
+from octavo.server.offload import Offload
 
 BodyT = TypeVar("BodyT")
 MAX_TOKENS = 1 << 21  # of all ended forks together
@@ -46,6 +48,7 @@ class Fork(Generic[BodyT]):
         tenant: Tenant,
         streams: Sequence[RequestStream],
         num_samples: int,
+        offload: Offload,
     ) -> None:
         """Begins at once; the streams are this object's from now on.
 
@@ -58,6 +61,7 @@ class Fork(Generic[BodyT]):
         self.num_samples = num_samples
         self.children = [Child() for _ in range(len(streams) * num_samples)]
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
+        self._offload = offload
         self._error: BaseException | None = None
         self._news = asyncio.Event()  # set, and replaced, when something has come
         self.ended = asyncio.gather(*map(self._take_in, range(len(streams))))
@@ -94,13 +98,16 @@ class Fork(Generic[BodyT]):
                     sample_index,
                     child.text[num_characters:],
                     child.token_ids[num_tokens:],
-                    stream.logprobs(sample_index, num_tokens, seen[1]),
+                    [],
                     child.finish_reason,
                     child.stop_reason,
                 )
                 num_read[each] = seen
                 if child.finish_reason is not None:
                     del num_read[each]
+                # All of a child that has ended, for those who come late.
+                unpack = partial(stream.logprobs, sample_index, num_tokens, seen[1])
+                delta.logprobs = await self._offload.reply(len(delta.token_ids), unpack)
                 yield prompt, delta
             if index is not None and not num_read:
                 return

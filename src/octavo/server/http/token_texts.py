@@ -102,6 +102,13 @@ class CompletionScores:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters
 
+    def fork(self) -> CompletionScores:
+        """Scores that go on from here by themselves."""
+        twin = CompletionScores(self._texts, self._count, self._show_special)
+        twin._decoder.setstate(self._decoder.getstate())
+        twin._offset = self._offset
+        return twin
+
     def prompt(
         self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +14,7 @@ from octavo.core.step import TokenLogprobs
 from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.engine_process.stream import RequestStream
+from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.bodies import WHOLE_FLOATS, Refused
 from octavo.server.http.context import Context, context_of
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
@@ -104,6 +104,16 @@ async def _prompts(context: Context, body: CompletionBody) -> Sequence[Prompt]:
     return [{"prompt": each, "decoder_input_ids": body.decoder_input_ids} for each in prompts]
 
 
+@dataclass(slots=True)
+class Echo:
+    """What the choices of one prompt begin with, until all have begun."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    scores: CompletionScores  # of the prompt, after which those of a choice go on
+    num_choices: int  # that are yet to begin
+
+
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
     """Writes completions; with `echo`, each choice begins with its prompt."""
 
@@ -116,6 +126,8 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         # With max_tokens 0 the engine samples a token all the same, to score the prompt.
         self._hides_output = body.max_tokens == 0
         self._scores: dict[int, CompletionScores] = {}  # by choice, once it has begun
+        self._given = prompt_list(body.prompt) if body.echo else []
+        self._echoes: dict[int, Echo] = {}  # by prompt
 
     def whole(self, outputs: Iterable[RequestOutput]) -> Completion:
         choices = [
@@ -141,6 +153,14 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         if is_empty and not is_first and choice.finish_reason is None:
             return []
         return [choice]
+
+    def num_scores(self, prompt: int, item: StreamEvent) -> int:
+        """See Writer.num_scores; the first piece of a choice has those of the prompt."""
+        size = super().num_scores(prompt, item)
+        if not isinstance(item, SequenceDelta) or not self.body.echo or self.body.logprobs is None:
+            return size
+        has_begun = prompt * self.num_samples + item.index in self._scores
+        return size if has_begun else size + len(self.streams[prompt].prompt_token_ids)
 
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[CompletionChoice]:
         return [
@@ -183,23 +203,36 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
 
     def _begin(self, choice: CompletionChoice, prompt: int) -> CompletionScores:
         """Start the choice's scores, and put in front of its text what is echoed."""
+        echo = self._echoes.get(prompt)
+        if echo is None:
+            echo = self._echoes[prompt] = self._echo(prompt)
+        echo.num_choices -= 1
+        if not echo.num_choices:
+            del self._echoes[prompt]
+        choice.text = echo.text + choice.text
+        choice.logprobs = echo.logprobs
+        if self.body.return_token_ids:
+            choice.prompt_token_ids = self.streams[prompt].prompt_token_ids
+        scores = self._scores[choice.index] = echo.scores.fork()
+        return scores
+
+    def _echo(self, prompt: int) -> Echo:
+        """What is echoed of a prompt: nothing, unless that is asked for."""
         body, stream = self.body, self.streams[prompt]
         scores = CompletionScores(
             self.texts, body.logprobs or 0, show_special=body.skip_special_tokens is False
         )
-        self._scores[choice.index] = scores
+        text, logprobs = "", None
         if body.echo:
-            choice.text = self._echo(prompt) + choice.text
+            text = self._echoed_text(prompt)
             if body.logprobs is not None:
                 known = stream.prompt_logprobs or []
-                choice.logprobs = scores.prompt(stream.prompt_token_ids, known)
-        if body.return_token_ids:
-            choice.prompt_token_ids = stream.prompt_token_ids
-        return scores
+                logprobs = scores.prompt(stream.prompt_token_ids, known)
+        return Echo(text, logprobs, scores, self.num_samples)
 
-    def _echo(self, prompt: int) -> str:
+    def _echoed_text(self, prompt: int) -> str:
         """The prompt as it was given, or the text of its token ids."""
-        given = prompt_list(self.body.prompt)[prompt]
+        given = self._given[prompt]
         if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
             return given
         tokenizer = context_of(self.request).client.tokenizer

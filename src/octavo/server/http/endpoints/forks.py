@@ -131,10 +131,15 @@ class ForkWriter(CompletionWriter):
                     check_ended(output)
             return await self.respond(outputs)
         prompt, delta = await self.fork.result(self.only)
-        whole = self.chunk(self.delta_choices(prompt, delta))
-        whole.usage = self.usage()
-        self.log(whole.usage)
-        return reply(whole)
+
+        def written() -> Response:
+            whole = self.chunk(self.delta_choices(prompt, delta))
+            whole.usage = self.usage()
+            self.log(whole.usage)
+            return reply(whole)
+
+        offload = context_of(self.request).client.offload
+        return await offload.reply(len(delta.logprobs), written)
 
 
 async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
@@ -164,7 +169,9 @@ async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
     names = dict.fromkeys(("prompt", "decoder_input_ids", "structured.begun"), field)
     streams = await open_streams(request, body, prompts, params, names, parent)
     writer = ForkWriter(request, body, model, streams)
-    writer.fork = Fork(writer.head, body, tenant, streams, writer.num_samples)
+    writer.fork = Fork(
+        writer.head, body, tenant, streams, writer.num_samples, context.client.offload
+    )
     return writer
 
 
