@@ -260,7 +260,7 @@ def projections() -> None:
     """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda.activation import apply_gate, soft_cap
-    from octavo.ops.cuda.float12 import Float12Weight, _launch_packing, pack_float12
+    from octavo.ops.cuda.float12 import Float12Weight, launch_packing, pack_float12
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_ring import Ring, linear_ring
     from octavo.ops.cuda.linear_ring_float12 import Float12Ring, linear_ring_float12
@@ -271,10 +271,10 @@ def projections() -> None:
     x, weight = torch.zeros(16, 4096), torch.zeros(128, 4096)
     x, weight, bias = x.bfloat16(), weight.bfloat16(), torch.zeros(128).bfloat16()
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
-    cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
+    cuda_linear.split_workspace = lambda device: workspace  # type: ignore[assignment]
     row, scale = x[:1], torch.zeros(4096)
     stored = pack_float12(weight)
-    _launch_packing(weight, stored.scales, stored.words)
+    launch_packing(weight, stored.scales, stored.words)
     norms = (
         DeferredNorm(row, x[0], 1e-5, 0.0),
         DeferredNorm(row, scale, 1e-5, 1.0, row, x[1:2], scale),
@@ -348,7 +348,7 @@ def quantized_projections() -> None:
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
     for module in (cuda_linear, linear_quantized):
-        module._workspace = lambda device: workspace
+        module.split_workspace = lambda device: workspace
     linear_quantized._num_sms = lambda device: 132
     much_alike = set() if has_all else {"float8-row", "int4", "int4-small"}
     for i, name in enumerate(FORMS):
@@ -516,7 +516,7 @@ def experts() -> None:
             cuda_experts.mix(x, routed, weights, epilogue)
     for module in (cuda_experts, experts_one_packed):  # what a GPU multiplies in pairs
         module.has_bfloat16_pairs = lambda device: True
-    experts_mx_hopper._is_on_hopper = lambda device: True
+    experts_mx_hopper.is_on_hopper = lambda device: True
     cuda_experts.num_sms = experts_one_mx.num_sms = lambda device: 132
     dense = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
     zeros = torch.zeros(num, 2 * inner, size // 32, dtype=torch.int16)

@@ -859,7 +859,7 @@ def test_mxfp4_on_hopper(
         (experts_one_mx, "experts_one_kernel"),
     ):
         monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
-    for name in ("_is_on_hopper", "NUM_SMS"):
+    for name in ("is_on_hopper", "NUM_SMS"):
         monkeypatch.setattr(experts_mx_hopper, name, {"NUM_SMS": 2}.get(name, lambda device: True))
     monkeypatch.setattr(experts_mx_hopper, "MAX_TOKENS", 32)
     monkeypatch.setattr(experts_mx_hopper, "AHEAD", 1)
@@ -949,7 +949,7 @@ def test_mxfp4_experts_that_norm_and_route(
     config = ROUTED_IN_KERNEL[rule]
     kernel = Emulated(experts_one_mx.experts_one_kernel)
     monkeypatch.setattr(experts_one_mx, "experts_one_kernel", kernel)
-    monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
+    monkeypatch.setattr(experts_mx_hopper, "is_on_hopper", lambda device: True)
     for module in (experts_one_mx, experts_mx_hopper):
         monkeypatch.setattr(module, "num_sms", lambda device: 6)
     size, inner = 320, 160
@@ -1102,7 +1102,7 @@ def test_float8_of_one_token_on_hopper(
     kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
     monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
     monkeypatch.setattr(experts_one_float8, "num_sms", lambda device: num_sms)
-    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    monkeypatch.setattr(cuda_experts, "is_on_hopper", lambda device: True)
     weights, x, routed = few_float8_experts(form, epilogue, top_k, size, inner, CPU)
     experts = cuda_experts.CudaExperts.of(weights, epilogue)
     assert experts is not None
@@ -1124,7 +1124,7 @@ def test_float8_experts_that_norm_and_route(
     config = ROUTED_IN_KERNEL[rule]
     kernel = Emulated(experts_one_float8.experts_one_float8_kernel)
     monkeypatch.setattr(experts_one_float8, "experts_one_float8_kernel", kernel)
-    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    monkeypatch.setattr(cuda_experts, "is_on_hopper", lambda device: True)
     for module in (experts_one_float8, cuda_experts):
         monkeypatch.setattr(module, "num_sms", lambda device: 6)
     size, inner = 2304, 128
@@ -1144,7 +1144,7 @@ def test_float8_of_one_token_that_the_kernel_does_not_take(
     monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Other kernels compute it."""
-    monkeypatch.setattr(cuda_experts, "_is_on_hopper", lambda device: True)
+    monkeypatch.setattr(cuda_experts, "is_on_hopper", lambda device: True)
     form = "float8-blocks"
     weights, _x, _routed = few_float8_experts(form, Epilogue.SILU_MUL, 2, 256, 128, CPU)
     if change == "bias":
@@ -1283,7 +1283,7 @@ def test_mxfp4_of_few_tokens_on_hopper(num_tokens: int, are_alike: bool) -> None
 def test_mxfp4_that_tables_cannot_hold(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(experts_mx_hopper, "_is_on_hopper", lambda device: True)
+    monkeypatch.setattr(experts_mx_hopper, "is_on_hopper", lambda device: True)
     experts_mx_hopper._warn_of_scales.cache_clear()
     near, wide = (
         quantized(form, torch.empty(2, 64, 64)) for form in ("mx_float4-near", "mx_float4")

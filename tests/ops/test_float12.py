@@ -9,7 +9,7 @@ from octavo.ops.cuda.float12 import (
     EXPONENT,
     MANTISSA,
     PIECE_WORDS,
-    _launch_packing,
+    launch_packing,
     pack_float12,
     takes_float12,
     unpack_float12,
@@ -60,7 +60,7 @@ def test_the_kernel_packs_as_torch_does(device: torch.device, shape: tuple[int, 
     words = torch.full_like(wanted.words, -1, device=device)
     # Rows are apart in memory, as those of a part of a merged weight.
     apart = torch.cat((weight, weight), dim=1).to(device)[:, :size]
-    _launch_packing(apart, wanted.scales.to(device), words)
+    launch_packing(apart, wanted.scales.to(device), words)
     assert torch.equal(words.cpu(), wanted.words)
     if device.type == "cuda":
         packed = pack_float12(weight.to(device))

@@ -71,8 +71,8 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
         ):
             monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
         for module in (linear_quantized, linear):
-            monkeypatch.setattr(module, "_workspace", lambda device: workspace)
-        monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
+            monkeypatch.setattr(module, "split_workspace", lambda device: workspace)
+        monkeypatch.setattr(linear_quantized, "is_hopper", lambda device: True)
         monkeypatch.setattr(linear_quantized, "_num_sms", lambda device: 132)
         monkeypatch.setattr(linear_ring, "num_sms", lambda device: 3)
     return device
@@ -362,7 +362,7 @@ def test_few_tokens_times_4_bits_with_any_tiles(
     shape = (tiles.splits,) * is_partial + wanted.shape
     out = torch.full(shape, torch.nan, dtype=torch.float32 if is_partial else dtype, device=hopper)
     rounded = round_inputs(x, Rounding.INTEGERS)
-    workspace = linear._workspace(hopper)
+    workspace = linear.split_workspace(hopper)
     for _ in range(2):  # and the workspace is ready for the next product
         linear_few_packed(
             rounded, stored, bias, out.fill_(torch.nan), epilogue, tiles, is_partial, workspace

@@ -179,7 +179,7 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
         filled.append(spans)
         return fill(blocks, cache, table, spans)
 
-    monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
+    monkeypatch.setattr(attention, "is_on_hopper", lambda _: True)
     monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
     monkeypatch.setattr(attention_dequantized, "_LEAST_WORK", 1)
     monkeypatch.setattr(DequantizedBlocks, "fill", note)
@@ -395,7 +395,7 @@ def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) 
 def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "_is_on_hopper", lambda _: True)
+    monkeypatch.setattr(attention, "is_on_hopper", lambda _: True)
     backend, table = backend_over("cpu", num_seqs=5, max_blocks=400)
     staging = HostStaging()
     few = decodes([1, 4096, 700, 0], table, staging)

@@ -69,11 +69,10 @@ from octavo.ops.cuda.attention_work_items import (
     prefill_items,
     prefill_places,
 )
+from octavo.ops.cuda.devices import is_on_hopper, shared_memory
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
-from octavo.ops.cuda.linear import _is_on_hopper
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
-from octavo.ops.cuda.tile_sizes import shared_memory
 from octavo.ops.quantized import RoundedInputs, Rounding
 
 
@@ -401,7 +400,7 @@ class TritonBackend:
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
         """Whether attention_prefill_hopper.py computes the prompts of layers of this shape."""
-        if not _is_on_hopper(device):
+        if not is_on_hopper(device):
             return False
         layers = [layer for layer in self._layers.values() if layer.shape == shape]
         are_rows = all(layer.cache.stride(0) % shape.head_dim == 0 for layer in layers)
@@ -414,7 +413,7 @@ class TritonBackend:
 
     def _is_for_clusters(self, shape: _Shape, device: torch.device) -> bool:
         """Whether `cluster_config` knows how few decodes of layers of this shape are computed."""
-        return _is_on_hopper(device) and not self._need_distances(shape)
+        return is_on_hopper(device) and not self._need_distances(shape)
 
     def _need_distances(self, shape: _Shape) -> bool:
         """Whether scores of any layer of this shape depend on how far a key is."""

@@ -96,6 +96,7 @@ from octavo.ops.cuda.attention_scores import (
     log2_scores,
 )
 from octavo.ops.cuda.attention_work_items import MIN_SPLIT
+from octavo.ops.cuda.devices import num_sms
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
@@ -120,7 +121,7 @@ from octavo.ops.cuda.pdl import (
 )
 from octavo.ops.cuda.quantize import store_rounded
 from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
-from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 from octavo.ops.quantized import RoundedInputs, Rounding
 
 MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for

@@ -53,8 +53,8 @@ from octavo.ops.cuda.clusters import (
     wait_for_bytes,
     wait_until_open,
 )
+from octavo.ops.cuda.hopper import sync_threads
 from octavo.ops.cuda.kv_write import HeadChanges
-from octavo.ops.cuda.linear_hopper import _barrier
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
     LOWEST,
@@ -488,7 +488,7 @@ def _cluster_kernel(
             scores.store(_scored(gl.sum(x.to(gl.float32) * rotated_key, 1), scale, cap))
             gl.store(keys + ((slot + dim)[None, :] + row * 0), new_key_stored, mask=new_key)
             gl.store(values + (slot + sum_dim), new_value)
-        _barrier()
+        sync_threads()
         every_top = tops.slice(0, GROUP_PAD, dim=1).load(OF_WARPS)
         highest = gl.max(every_top, 0)
         new_score = scores.slice(0, GROUP_PAD).load(gl.SliceLayout(0, OF_WARPS))

@@ -31,9 +31,10 @@ from torch import Tensor
 from octavo.ops.base import LOG2_E, LayerSpec, RelativeBias
 from octavo.ops.bidirectional import BidirectionalAttention
 from octavo.ops.cuda.attention_work_items import Int32s, parts_of
+from octavo.ops.cuda.devices import shared_memory
 from octavo.ops.cuda.paged import LOWEST, precision_of
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2, shared_memory
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _MAX_TILE = 64  # queries or keys

@@ -36,12 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.attention_scores import TANH
 from octavo.ops.cuda.claims import claimed, make_claims, next_number, tell
-from octavo.ops.cuda.experts_hopper import _copy
-from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, swizzled_descriptor
-from octavo.ops.cuda.linear_hopper_quantized import reinterpreted
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.hopper import copy_async as _copy
+from octavo.ops.cuda.hopper import fetch_tile as _fetch_tile
+from octavo.ops.cuda.hopper import reinterpreted, swizzled_descriptor
+from octavo.ops.cuda.hopper import sync_threads as _barrier
 from octavo.ops.cuda.paged import LOWEST, PREFILL_FIELDS
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms
 
 ROWS = 128  # of an item
 _OWN_ROWS = tl.constexpr(ROWS // 2)  # of each warpgroup that computes

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from octavo.ops.cuda.linear_hopper import _barrier
+from octavo.ops.cuda.hopper import sync_threads
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def tell(claims, count, tile):
     slot = count % numbers.shape[0]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(slot).store(gl.zeros([1], gl.int32, ONE) + tile)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(told.index(slot), count=1)
 
 

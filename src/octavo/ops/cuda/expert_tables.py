@@ -72,12 +72,12 @@ def _assembly() -> str:
 
 
 _TO_FLOAT8 = tl.constexpr(_assembly())
-_LOW = tl.constexpr(LATTER)  # how much larger the second number of an input is kept
+LOW_FACTOR = tl.constexpr(LATTER)  # how much larger the second number of an input is kept
 _BLOCK = tl.constexpr(BLOCK)
 
 
 @gluon.jit
-def _to_float8(words, shifts, LAYOUT: gl.constexpr):
+def to_float8(words, shifts, LAYOUT: gl.constexpr):
     """Words int32 [ROWS, 16], in order of t and c, and shifts int32 [ROWS] as e4m3 [ROWS, BLOCK],
     the tensor cores' left operand in registers."""
     WORDS: gl.constexpr = words.type.layout
@@ -100,8 +100,8 @@ def _to_float8(words, shifts, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _in_two(values):
-    """float32 below 256 -> e4m3, and what is left, _LOW times as large, as e4m3.
+def split_in_two(values):
+    """float32 below 256 -> e4m3, and what is left, LOW_FACTOR times as large, as e4m3.
 
     Numbers are rounded to e4m3's bits before they are converted, by a number that is added and
     subtracted again: the ptxas of Triton 3.6 loses half of those that are converted, and back
@@ -112,7 +112,7 @@ def _in_two(values):
     bits = gl.maximum(bits, 0x3C800000) + 0x0A400000
     large = bits.to(gl.float32, bitcast=True)
     high = (values + large) - large
-    return high.to(gl.float8e4nv), ((values - high) * _LOW).to(gl.float8e4nv)
+    return high.to(gl.float8e4nv), ((values - high) * LOW_FACTOR).to(gl.float8e4nv)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.ops.cuda.devices import is_on_hopper, num_sms, shared_memory
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import (
     EXACT_TOKENS,
@@ -59,12 +60,11 @@ from octavo.ops.cuda.experts_one_float8 import (
     takes_one,
 )
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
-from octavo.ops.cuda.linear import _is_on_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
-from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, num_sms, shared_memory
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import (
     ExpertWeights,
@@ -96,7 +96,7 @@ class CudaExperts:
         self._epilogue = epilogue
         # For one token on Hopper GPUs; None: other kernels compute it.
         self._one_float8: tuple[Float8Projection, Float8Projection] | None = None
-        if _is_on_hopper(up.values.device) and biases == (None, None):
+        if is_on_hopper(up.values.device) and biases == (None, None):
             one = Float8Projection.of(up), Float8Projection.of(down)
             if one[0] is not None and one[1] is not None:
                 self._one_float8 = one[0], one[1]
@@ -159,8 +159,8 @@ class CudaExperts:
         up, down = self._up, self._down
         num_experts = len(up.values)
         tokens = tokens_per_tile(num_tokens, num_experts, top_k)
-        is_on_hopper = _is_on_hopper(up.values.device)
-        if not is_on_hopper or not all(_has_tma(each.values) for each in (up, down)):
+        values = up.values, down.values
+        if not is_on_hopper(up.values.device) or not all(map(_has_tma, values)):
             return None
         if num_tokens == 1 or max_blocks(num_tokens, num_experts, top_k, tokens) > MAX_BLOCKS:
             return None

@@ -40,84 +40,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.claims import claim, claimed, make_claims
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
+from octavo.ops.cuda.grouped_hopper import (
+    await_gates,
+    count_tiles,
+    first_block,
+    first_state,
+    next_block,
+    reset_progress,
+    rows_of,
+    shapes_of,
+    sources_of,
+    store_halves,
+    store_to,
+    targets_of,
+)
+from octavo.ops.cuda.hopper import copy_async, fetch_tile, sync_threads
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.quantized import Rounding
-
-# A name that changed between Triton 3.6 and 3.9, where the old one still exists, and fails.
-_copy = (
-    async_copy.async_load
-    if hasattr(async_copy, "async_load")
-    else async_copy.async_copy_global_to_shared
-)
 
 ROWS = BLOCK  # of each of two matrices in a tile: outputs of gates are the inputs of a step
 _BLOCK = tl.constexpr(BLOCK)  # inputs at once
 _GROUP = tl.constexpr(Rounding.IN_TWO.group // BLOCK)  # steps whose inputs share a scale
-
-
-@gluon.jit
-def _block_of(lists, tile, row_tiles):
-    """The expert of a tile, and where its tokens begin and end in the lists."""
-    block = tile // row_tiles
-    expert = gl.load(lists[0] + block, cache_modifier=".cg")
-    begin = gl.load(lists[1] + block, cache_modifier=".cg")
-    end = gl.load(lists[2] + block, cache_modifier=".cg")
-    return expert, begin, end
-
-
-@gluon.jit
-def _work(num_blocks, shapes):
-    """How many tiles there are, and how many come before: of gates and ups, of down projections."""
-    num_gates = num_blocks * shapes[0][1]
-    return (num_gates, 0), (num_blocks * shapes[1][1], num_gates)
-
-
-@gluon.jit
-def shapes_of(num_inner, size, ROWS: gl.constexpr):
-    """The outputs, tiles of rows, and rows per expert of both projections."""
-    return (
-        (num_inner, gl.cdiv(num_inner, ROWS), 2 * num_inner),
-        (size, gl.cdiv(size, 2 * ROWS), size),
-    )
-
-
-@gluon.jit
-def rows_of(tile, row_tiles, num_outputs, ROWS: gl.constexpr, GATED: gl.constexpr):
-    """Where both matrices of a tile begin, of an expert's rows."""
-    row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
-    return row, row + (num_outputs if GATED else ROWS)
-
-
-@gluon.jit
-def await_gates(done, gate_tiles):
-    """Return when so many tiles of a block's gates are there, which are counted in `done`."""
-    seen = gl.to_tensor(0)
-    while seen < gate_tiles:
-        seen = gl.atomic_add(done, 0, sem="acquire", scope="gpu")
-
-
-@gluon.jit
-def _start():
-    """A partition's state when it begins: its next tile, and its claims and steps so far."""
-    return gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
-
-
-@gluon.jit
-def _next_block(lists, tile, num_tiles, row_tiles):
-    """`_block_of` a tile that was claimed, if there is one: of the last tile otherwise."""
-    return _block_of(lists, gl.minimum(tile, num_tiles - 1), row_tiles)
-
-
-@gluon.jit
-def _first_block(lists, tile, num_tiles, row_tiles, GATED: gl.constexpr):
-    """`_block_of` this program's first tile. That of gates and ups is asked for without waiting for
-    the number of blocks: behind the last one the lists hold anything."""
-    if GATED:
-        return _block_of(lists, tile, row_tiles)
-    else:
-        return _next_block(lists, tile, num_tiles, row_tiles)
 
 
 @gluon.jit
@@ -134,7 +79,7 @@ def _fetch(
     WIDTH: gl.constexpr = tiles.shape[2]
     BYTES: gl.constexpr = 2 * weight.block_type.nbytes
     tile -= before
-    expert, _, _ = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    expert, _, _ = first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
         if GATED:
             row = expert * per_expert + tile % row_tiles * ROWS
@@ -146,12 +91,12 @@ def _fetch(
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            _fetch_tile(weight, [row, k * WIDTH], ready.index(stage), tiles.index(stage))
-            _fetch_tile(weight, [up_row, k * WIDTH], ready.index(stage), up_tiles.index(stage))
+            fetch_tile(weight, [row, k * WIDTH], ready.index(stage), tiles.index(stage))
+            fetch_tile(weight, [up_row, k * WIDTH], ready.index(stage), up_tiles.index(stage))
             step += 1
         tile = claim(claims, count, counter) - before
         count += 1
-        expert, _, _ = _next_block(lists, tile, num_tiles, row_tiles)
+        expert, _, _ = next_block(lists, tile, num_tiles, row_tiles)
     return tile + before, count, step
 
 
@@ -200,21 +145,22 @@ def _fetch_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _fetch(
-        weights[0], lists, buffers, claims, counter, gates, _start(), shapes[0], num_steps[0], True
+        weights[0],
+        lists,
+        buffers,
+        claims,
+        counter,
+        gates,
+        first_state(),
+        shapes[0],
+        num_steps[0],
+        True,
     )
     _fetch(
         weights[1], lists, buffers, claims, counter, downs, state, shapes[1], num_steps[1], False
     )
-
-
-@gluon.jit
-def _sources(rows, places, end, TOP_K: gl.constexpr, GATED: gl.constexpr):
-    """Where the inputs of some places in the lists are."""
-    if GATED:
-        return gl.load(rows + places, mask=places < end, other=0) // TOP_K
-    return places
 
 
 @gluon.jit
@@ -256,10 +202,10 @@ def _gather(
     tile, count, step = state
     num_tiles, before = work
     tile -= before
-    _, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    _, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
-        source = _sources(rows, begin + slots, end, TOP_K, GATED)
-        scale_source = _sources(rows, begin + scale_slots, end, TOP_K, GATED)
+        source = sources_of(rows, begin + slots, end, TOP_K, GATED)
+        scale_source = sources_of(rows, begin + scale_slots, end, TOP_K, GATED)
         number = (2 * source + numbers // TOKENS).to(gl.int64)
         places = values + number[:, None] * size + columns[None, :]
         is_row = (begin + slots < end)[:, None]
@@ -275,13 +221,13 @@ def _gather(
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             group = k // _GROUP if GATED else k
             inside = is_row & (columns < size - k * COLUMNS)[None, :]
-            _copy(x_tiles.index(stage), places + k * COLUMNS, mask=inside)
-            _copy(x_scales.index(stage), scale_places + group * scale_stride)
+            copy_async(x_tiles.index(stage), places + k * COLUMNS, mask=inside)
+            copy_async(x_scales.index(stage), scale_places + group * scale_stride)
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             step += 1
         tile = claimed(claims, count) - before
         count += 1
-        _, begin, end = _next_block(lists, tile, num_tiles, row_tiles)
+        _, begin, end = next_block(lists, tile, num_tiles, row_tiles)
     return tile + before, count, step
 
 
@@ -306,9 +252,9 @@ def _gather_all(
     done = progress + 2
     num = gl.load(num_blocks, cache_modifier=".cg")
     gate_tiles, down_tiles = shapes[0][1], shapes[1][1]
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _gather(
-        halves, lists, done, gate_tiles, buffers, claims, gates, _start(),
+        halves, lists, done, gate_tiles, buffers, claims, gates, first_state(),
         gate_tiles, size, num_steps[0], TOP_K, True,
     )  # fmt: skip
     _gather(
@@ -316,70 +262,6 @@ def _gather_all(
         down_tiles, num_steps[1] * _BLOCK, num_steps[1], TOP_K, False,
     )  # fmt: skip
     reset_progress(progress, num)
-
-
-@gluon.jit
-def reset_progress(progress, num_blocks):
-    """What a program does that waits for none any more: the last one of them has the counters ready
-    for the next layer."""
-    if gl.atomic_add(progress, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
-        COUNTERS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        done = progress + 2
-        for first in range(0, num_blocks, 32 * gl.num_warps()):
-            blocks = first + gl.arange(0, 32 * gl.num_warps(), layout=COUNTERS)
-            gl.store(done + blocks, gl.zeros_like(blocks), mask=blocks < num_blocks)
-        gl.store(progress, 0)
-        gl.store(progress + 1, 0)
-
-
-@gluon.jit
-def _targets(
-    rows,
-    shares,
-    begin,
-    end,
-    num_tokens,
-    TOKENS: gl.constexpr,
-    TOP_K: gl.constexpr,
-    GATED: gl.constexpr,
-    STORE: gl.constexpr,
-):
-    """Where the results for some places in the lists go, -1 for nowhere, and what they are
-    multiplied by. These are loaded before a tile is multiplied, so that nothing waits for them
-    afterwards."""
-    places = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
-    is_row = places < end
-    share = 1.0
-    target = places
-    if not GATED:
-        assigned = gl.load(rows + places, mask=is_row, other=0)
-        share = gl.load(shares + assigned, mask=is_row, other=0.0)
-        target = assigned % TOP_K * num_tokens + assigned // TOP_K
-    return gl.where(is_row, target, -1), share
-
-
-@gluon.jit
-def _store_to(acc, out, targets, row, num_outputs, GATED: gl.constexpr, STORE: gl.constexpr):
-    """Write acc [ROWS, TOKENS], outputs from `row` on, to what `_targets` says."""
-    target, share = targets
-    values = gl.convert_layout(acc, STORE)
-    if not GATED:
-        values = values * share[None, :]
-    outputs = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, STORE))
-    places = out + target.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
-    inside = (target >= 0)[None, :] & (outputs < num_outputs)[:, None]
-    gl.store(places, values.to(out.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def store_halves(high, low, out, begin, end, row, size, STORE: gl.constexpr):
-    """Write both numbers of outputs from `row` on, [ROWS, TOKENS], to out [places, 2, size]."""
-    places = begin + gl.arange(0, high.shape[1], layout=gl.SliceLayout(0, STORE))
-    outputs = row + gl.arange(0, high.shape[0], layout=gl.SliceLayout(1, STORE))
-    targets = out + places.to(gl.int64)[None, :] * (2 * size) + outputs[:, None]
-    inside = (places < end)[None, :] & (outputs < size)[:, None]
-    gl.store(targets, high, mask=inside)
-    gl.store(targets + size, low, mask=inside)
 
 
 @gluon.jit
@@ -462,7 +344,7 @@ def _add_steps(
         part = _product(tiles, x_tiles, stage, BOTH)
         if i > 0:
             up_part = warpgroup_mma_wait(1, deps=[up_part])
-            _barrier()
+            sync_threads()
             mbarrier.arrive(free.index(before), count=1)
             up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
         up_part = _product(up_tiles, x_tiles, stage, BOTH)
@@ -472,7 +354,7 @@ def _add_steps(
         up_own = next_up_own
         step += 1
     up_part = warpgroup_mma_wait(0, deps=[up_part])
-    _barrier()
+    sync_threads()
     mbarrier.arrive(free.index(stage), count=1)
     up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
     return acc, up, step
@@ -514,7 +396,7 @@ def _multiply(
         [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
     )
     tile -= before
-    expert, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    expert, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
     while tile < num_tiles:
         row, up_row = rows_of(tile, row_tiles, num_outputs, ROWS, GATED)
@@ -531,7 +413,7 @@ def _multiply(
             own = gl.load(own_scales)
             up_own = gl.load(up_scales)
         if not GATED:
-            targets = _targets(
+            targets = targets_of(
                 lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE
             )
         for k in range(0, num_steps - 1, 2):
@@ -544,7 +426,7 @@ def _multiply(
             )
         following = claimed(claims, count) - before
         count += 1
-        next_expert, next_begin, next_end = _next_block(lists, following, num_tiles, row_tiles)
+        next_expert, next_begin, next_end = next_block(lists, following, num_tiles, row_tiles)
         if SCALE_COLUMNS == 0:
             acc = acc * own[:, None]
             up = up * up_own[:, None]
@@ -553,13 +435,13 @@ def _multiply(
             acc = acc + gl.load(places + rows).to(gl.float32)[:, None]
             up = up + gl.load(places + up_rows).to(gl.float32)[:, None]
         if GATED:
-            acc = _activate_gated(acc, up, EPILOGUE)
+            acc = activate_gated(acc, up, EPILOGUE)
             _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE)
-            _barrier()  # all threads have stored
+            sync_threads()  # all threads have stored
             gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
         else:
-            _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-            _store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
+            store_to(acc, out, targets, row, num_outputs, GATED, STORE)
+            store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
         tile, expert, begin, end = following, next_expert, next_begin, next_end
     return tile + before, count, step
 
@@ -588,9 +470,9 @@ def _multiply_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _multiply(
-        lists, done, buffers, claims, gates, _start(), factors[0], inner, shares, shapes[0],
+        lists, done, buffers, claims, gates, first_state(), factors[0], inner, shares, shapes[0],
         num_tokens, num_steps[0], TOP_K, SCALE_ROWS[0], SCALE_COLUMNS[0], EPILOGUE, True,
     )  # fmt: skip
     _multiply(

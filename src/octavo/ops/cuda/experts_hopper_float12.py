@@ -24,39 +24,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.float12 import MOST_OF_EXPERT, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.claims import claim, claimed, make_claims
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.expert_tiles import (
     GATHERING_REGISTERS,
     GATHERING_WARPS,
     HOPPER_REGISTERS,
     hopper_stages,
 )
-from octavo.ops.cuda.experts_hopper import (
-    ROWS,
-    _copy,
-    _first_block,
-    _next_block,
-    _sources,
-    _start,
-    _store_to,
-    _targets,
-    _work,
+from octavo.ops.cuda.experts_hopper import ROWS
+from octavo.ops.cuda.float12 import Float12Weight
+from octavo.ops.cuda.grouped_hopper import (
     await_gates,
+    count_tiles,
+    first_block,
+    first_state,
+    next_block,
     reset_progress,
     rows_of,
     shapes_of,
+    sources_of,
+    store_to,
+    targets_of,
 )
-from octavo.ops.cuda.float12 import Float12Weight
-from octavo.ops.cuda.linear_hopper import (
-    _activate_gated,
-    _allocate,
-    _barrier,
-    swizzled_descriptor,
-)
-from octavo.ops.cuda.linear_hopper_float12 import _fetch_weights, _left
+from octavo.ops.cuda.hopper import allocate_tiles, copy_async, swizzled_descriptor, sync_threads
+from octavo.ops.cuda.linear_hopper_float12 import fetch_words, left_operand
 from octavo.ops.cuda.linear_ring_float12 import SIGNS
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing import BlockLists
-from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
 
@@ -147,7 +142,7 @@ def _fetch(
     PIECES: gl.constexpr = sources[0].block_type.shape[0]
     BYTES: gl.constexpr = 2 * (sources[0].block_type.nbytes + sources[1].block_type.nbytes)
     tile -= before
-    expert, _, _ = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    expert, _, _ = first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
         first = expert * (per_expert // _PIECE_ROWS)
         piece, up_piece = rows_of(tile, row_tiles, num_outputs // _PIECE_ROWS, PIECES, GATED)
@@ -156,11 +151,11 @@ def _fetch(
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            _fetch_weights(sources, tiles, ready, firsts, stage, k, 1, 1)
+            fetch_words(sources, tiles, ready, firsts, stage, k, 1, 1)
             step += 1
         tile = claim(claims, count, counter) - before
         count += 1
-        expert, _, _ = _next_block(lists, tile, num_tiles, row_tiles)
+        expert, _, _ = next_block(lists, tile, num_tiles, row_tiles)
     return tile + before, count, step
 
 
@@ -172,9 +167,18 @@ def _fetch_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _fetch(
-        sources[0], lists, buffers, claims, counter, gates, _start(), shapes[0], num_steps[0], True
+        sources[0],
+        lists,
+        buffers,
+        claims,
+        counter,
+        gates,
+        first_state(),
+        shapes[0],
+        num_steps[0],
+        True,
     )
     _fetch(
         sources[1], lists, buffers, claims, counter, downs, state, shapes[1], num_steps[1], False
@@ -207,9 +211,9 @@ def _gather(
     tile, count, step = state
     num_tiles, before = work
     tile -= before
-    _, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    _, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
-        source = _sources(lists[3], begin + slots, end, TOP_K, GATED)
+        source = sources_of(lists[3], begin + slots, end, TOP_K, GATED)
         places = x + source.to(gl.int64)[:, None] * stride + columns[None, :]
         inside = (begin + slots < end)[:, None] & (columns >= 0)[None, :]
         if not GATED:
@@ -217,12 +221,12 @@ def _gather(
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-            _copy(x_tiles.index(stage), places + k * _INPUTS, mask=inside)
+            copy_async(x_tiles.index(stage), places + k * _INPUTS, mask=inside)
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             step += 1
         tile = claimed(claims, count) - before
         count += 1
-        _, begin, end = _next_block(lists, tile, num_tiles, row_tiles)
+        _, begin, end = next_block(lists, tile, num_tiles, row_tiles)
     return tile + before, count, step
 
 
@@ -247,9 +251,9 @@ def _gather_all(
     done = progress + 2
     num = gl.load(num_blocks, cache_modifier=".cg")
     gate_tiles, down_tiles = shapes[0][1], shapes[1][1]
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _gather(
-        x, stride, lists, done, gate_tiles, buffers, claims, gates, _start(), gate_tiles,
+        x, stride, lists, done, gate_tiles, buffers, claims, gates, first_state(), gate_tiles,
         num_steps[0], TOP_K, True,
     )  # fmt: skip
     _gather(
@@ -293,7 +297,7 @@ def _multiply(
         [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
     )
     tile -= before
-    expert, begin, end = _first_block(lists, tile, num_tiles, row_tiles, GATED)
+    expert, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
     zeros = gl.zeros([ROWS, TOKENS], gl.float32, LAYOUT)
     own_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     while tile < num_tiles:
@@ -302,7 +306,7 @@ def _multiply(
         of_expert = scales + expert.to(gl.int64) * per_expert
         scale = gl.load(of_expert + gl.minimum(row + own_rows, per_expert - 1))
         up_scale = gl.load(of_expert + gl.minimum(up_row + own_rows, per_expert - 1))
-        targets = _targets(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
+        targets = targets_of(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
         acc = zeros
         up = zeros
         for _ in range(num_steps):
@@ -310,27 +314,27 @@ def _multiply(
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             fence_async_shared()  # copies of inputs, unlike those by TMA, need it
             inputs = x_tiles.index(stage).permute((1, 0))
-            left = _left(tiles, 2 * stage, LAYOUT)
+            left = left_operand(tiles, 2 * stage, LAYOUT)
             acc = warpgroup_mma(left, inputs, acc, is_async=True)
-            left = _left(tiles, 2 * stage + 1, LAYOUT)
+            left = left_operand(tiles, 2 * stage + 1, LAYOUT)
             up = warpgroup_mma(left, inputs, up, is_async=True)
             acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-            _barrier()
+            sync_threads()
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
         following = claimed(claims, count) - before
         count += 1
-        next_expert, next_begin, next_end = _next_block(lists, following, num_tiles, row_tiles)
+        next_expert, next_begin, next_end = next_block(lists, following, num_tiles, row_tiles)
         acc = acc * scale[:, None]
         up = up * up_scale[:, None]
         if GATED:
-            acc = _activate_gated(acc, up, EPILOGUE)
-            _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-            _barrier()  # all threads have stored
+            acc = activate_gated(acc, up, EPILOGUE)
+            store_to(acc, out, targets, row, num_outputs, GATED, STORE)
+            sync_threads()  # all threads have stored
             gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
         else:
-            _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-            _store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
+            store_to(acc, out, targets, row, num_outputs, GATED, STORE)
+            store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
         tile, expert, begin, end = following, next_expert, next_begin, next_end
     return tile + before, count, step
 
@@ -357,9 +361,9 @@ def _multiply_all(
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
-    gates, downs = _work(num, shapes)
+    gates, downs = count_tiles(num, shapes)
     state = _multiply(
-        lists, done, buffers, claims, gates, _start(), scales[0], inner, shares, shapes[0],
+        lists, done, buffers, claims, gates, first_state(), scales[0], inner, shares, shapes[0],
         num_tokens, num_steps[0], TOP_K, EPILOGUE, True,
     )  # fmt: skip
     _multiply(
@@ -417,7 +421,7 @@ def grouped_float12_kernel(
         X_LAYOUT: of the inputs of a step in shared memory.
     """
     ROWS: gl.constexpr = up_signs.block_type.shape[0] * _PIECE_ROWS
-    tiles = (_allocate(up_signs, 2 * STAGES), _allocate(up_exponents, 2 * STAGES))
+    tiles = (allocate_tiles(up_signs, 2 * STAGES), allocate_tiles(up_exponents, 2 * STAGES))
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, _INPUTS], X_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

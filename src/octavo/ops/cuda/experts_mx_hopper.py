@@ -49,32 +49,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.devices import is_on_hopper, num_sms
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.expert_tables import (
-    _LOW,
+    LOW_FACTOR,
     MAX_SHIFT,
     ROWS,
     ExpertProjection,
     ExpertTables,
-    _in_two,
-    _to_float8,
+    split_in_two,
+    to_float8,
 )
 from octavo.ops.cuda.expert_tiles import EXACT_TOKENS, tokens_per_tile
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.experts_hopper import _copy, _store_to, _targets, store_halves
 from octavo.ops.cuda.experts_one_mx import MOST_INPUTS, mix_one_mx, norm_route_and_mix_one_mx
-from octavo.ops.cuda.linear import _is_on_hopper
-from octavo.ops.cuda.linear_hopper import (
-    _activate_gated,
-    _barrier,
-    _fetch_tile,
+from octavo.ops.cuda.grouped_hopper import store_halves, store_to, targets_of
+from octavo.ops.cuda.hopper import (
+    copy_async,
+    fetch_tile,
     swizzled_descriptor,
+    sync_threads,
+    tiles_of_rows,
 )
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2, registers_for
+from octavo.ops.cuda.tile_sizes import power_of_2, registers_for
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed, RouterWeights, Unrouted
 from octavo.ops.quantized import MxFloat4, Rounding
@@ -140,7 +141,7 @@ def split_kernel(
     exact = gl.load(x + source * stride + columns, mask=inside, other=0.0).to(gl.float32)
     largest = gl.max(gl.maximum(exact, -exact), 0)
     exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-    high, low = _in_two(exact * gl.exp2(-exponent))
+    high, low = split_in_two(exact * gl.exp2(-exponent))
     targets = halves + place * 2 * size + columns
     gl.store(targets, high, mask=inside)
     gl.store(targets + size, low, mask=inside)
@@ -208,7 +209,7 @@ def _announce(board, turn, expert, row_tile, begin, end):
     task = gl.where(i == 0, expert, gl.where(i == 1, row_tile, gl.where(i == 2, begin, end)))
     mbarrier.wait(taken.index(0), (turn + 1) & 1)
     fields.store(task)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(written.index(0), count=1)
 
 
@@ -225,7 +226,7 @@ def _task(board, turn):
     mbarrier.wait(written.index(0), turn & 1)
     task = fields.load(LAYOUT)
     i = gl.arange(0, 4, layout=LAYOUT)
-    _barrier()
+    sync_threads()
     expert = gl.sum(gl.where(i == 0, task, 0), 0)
     row_tile = gl.sum(gl.where(i == 1, task, 0), 0)
     begin = gl.sum(gl.where(i == 2, task, 0), 0)
@@ -245,8 +246,8 @@ def _fetch_step(buffers, weights, chunk, bar, stage):
     tiles, shift_tiles = buffers[0], buffers[1]
     weight, shifts = weights
     row, shift_row = chunk * tiles.shape[1], chunk * shift_tiles.shape[1]
-    _fetch_tile(weight, [row, 0], bar, tiles.index(stage))
-    _fetch_tile(shifts, [shift_row, 0], bar, shift_tiles.index(stage))
+    fetch_tile(weight, [row, 0], bar, tiles.index(stage))
+    fetch_tile(shifts, [shift_row, 0], bar, shift_tiles.index(stage))
 
 
 @gluon.jit
@@ -329,30 +330,19 @@ def _fetch(
 
 
 @gluon.jit
-def _parts_of(x_tiles, ROWS: gl.constexpr):
-    """The places of ROWS rows each in x_tiles [n, rows, BLOCK]."""
-    SHAPE: gl.constexpr = [x_tiles.shape[0] * x_tiles.shape[1] // ROWS, ROWS, _BLOCK]
-    if _IS_PUBLIC:
-        parts = x_tiles.reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
-    else:
-        parts = x_tiles._reinterpret(x_tiles.dtype, SHAPE, x_tiles.layout)
-    return parts
-
-
-@gluon.jit
 def _fetch_few(buffers, x, begin, end, k, stage):
     """Load the inputs of a step, of as many tokens as there are, a few at a time."""
     x_tiles, bar = buffers[2], buffers[4].index(stage)
     ROWS: gl.constexpr = x.block_type.shape[0]
     PARTS: gl.constexpr = x_tiles.shape[1] // ROWS
-    parts = _parts_of(x_tiles, ROWS)
+    parts = tiles_of_rows(x_tiles, ROWS)
     count = gl.cdiv(2 * (end - begin), ROWS)
     for i in gl.static_range(1, PARTS + 1):
         if count == i:
             mbarrier.expect(bar, i * x.block_type.nbytes)
     for i in range(count):
         place = parts.index(stage * PARTS + i)
-        _fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], bar, place)
+        fetch_tile(x, [2 * begin + i * ROWS, k * _BLOCK], bar, place)
 
 
 @gluon.jit
@@ -381,14 +371,14 @@ def _copy_by_token(buffers, values, sources, count, size, k, stage):
     x_tiles, bar = buffers[2], buffers[4].index(stage)
     PARTS: gl.constexpr = x_tiles.shape[1] // _COPIED
     LAYOUT: gl.constexpr = _copied_layout()
-    parts = _parts_of(x_tiles, _COPIED)
+    parts = tiles_of_rows(x_tiles, _COPIED)
     columns = k * _BLOCK + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     slots = gl.arange(0, _COPIED, layout=gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(PARTS):
         if i * _COPIED < 2 * count:
             places = values + (sources[i][:, None] + columns[None, :])
             inside = (i * _COPIED + slots < 2 * count)[:, None] & (columns < size)[None, :]
-            _copy(parts.index(stage * PARTS + i), places, mask=inside)
+            copy_async(parts.index(stage * PARTS + i), places, mask=inside)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -404,12 +394,12 @@ def _fetch_quarters(buffers, x, x_more, begin, more, k, stage, MORE: gl.constexp
     for taken in gl.static_range(MORE + 1):
         if more == taken:
             mbarrier.expect(ready.index(stage), FIRST_BYTES + taken * QUARTER_BYTES)
-    _fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
+    fetch_tile(x, [2 * begin, k * _BLOCK], ready.index(stage), x_tiles.index(stage))
     if MORE > 0:
         for i in range(more):
             row = 2 * (begin + FIRST + i * QUARTER)
             place = more_tiles.index(stage * MORE + i)
-            _fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
+            fetch_tile(x_more, [row, k * _BLOCK], ready.index(stage), place)
 
 
 @gluon.jit
@@ -457,7 +447,7 @@ def _fetch_inputs(
             if BY_TOKEN:
                 if k == num_steps - 1:
                     kept_scales.index(turn & 1).store(own_scales)
-                    _barrier()
+                    sync_threads()
                 _copy_by_token(buffers, values, sources, end - begin, size, k, stage)
             elif FEW:
                 _fetch_few(buffers, x_more, begin, end, k, stage)
@@ -470,7 +460,7 @@ def _fetch_inputs(
 
 @gluon.jit
 def _of_stage(tiles, shift_tiles, stage):
-    """The words and shifts of both matrices, as `_to_float8` takes them."""
+    """The words and shifts of both matrices, as `to_float8` takes them."""
     ROWS: gl.constexpr = tiles.shape[1]
     # A thread loads 16 bytes at once: the words of row r, and of r + 8, of its 4 e4m3 in 16; or the
     # shifts of these rows of both matrices.
@@ -506,7 +496,7 @@ def _of_stage(tiles, shift_tiles, stage):
 def _of_both(sums):
     """[ROWS, 2 TOKENS], sums of both numbers of each token's inputs -> [ROWS, TOKENS]."""
     high, low = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
-    return high + low * (1.0 / _LOW)
+    return high + low * (1.0 / LOW_FACTOR)
 
 
 @gluon.jit
@@ -519,7 +509,7 @@ def _store_in_two(acc, out, target, row):
         [8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
     begin, end, num_outputs = target
-    high, low = _in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
+    high, low = split_in_two(gl.convert_layout(acc, STORE) * _BOUNDED)
     store_halves(high, low, out, begin, end, row, num_outputs, STORE)
 
 
@@ -552,8 +542,8 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKE
             fence_async_shared()  # copies of inputs, unlike those by TMA, need it
         words, second_words, own, second_own = _of_stage(tiles, shift_tiles, stage)
         xs = x_tiles.index(stage).permute((1, 0))
-        values = _to_float8(words, own, LAYOUT)
-        second_values = _to_float8(second_words, second_own, LAYOUT)
+        values = to_float8(words, own, LAYOUT)
+        second_values = to_float8(second_words, second_own, LAYOUT)
         part = warpgroup_mma(values, xs, part, is_async=True)
         second_part = warpgroup_mma(second_values, xs, second_part, is_async=True)
         if TAKEN > 0:
@@ -576,7 +566,7 @@ def _sums(buffers, step, count, MORE: gl.constexpr, TAKEN: gl.constexpr, BY_TOKE
             part, second_part, more, second_more, last, second_last = warpgroup_mma_wait(
                 0, deps=[part, second_part, more, second_more, last, second_last]
             )
-        _barrier()
+        sync_threads()
         mbarrier.arrive(free.index(stage), count=1)
         step += 1  # one by one: of step + count, Triton 3.6 makes a constant
     return step, (part, second_part, more, second_more, last, second_last)
@@ -618,8 +608,8 @@ def _of_tokens(
     SPLITS: gl.constexpr,
     BY_TOKEN: gl.constexpr,
 ):
-    """What sums of some of a tile's tokens are multiplied by, and where results go: `_targets`, or
-    the first and last place with SPLITS.
+    """What sums of some of a tile's tokens are multiplied by, and where results go: `targets_of`,
+    or the first and last place with SPLITS.
 
     STORE: layout of the results when they are stored.
     """
@@ -637,7 +627,7 @@ def _of_tokens(
         scales = gl.load(x_scales + tokens, mask=tokens < end, other=0.0)[None, :]
     targets = (begin, end)
     if not SPLITS:
-        targets = _targets(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
+        targets = targets_of(lists[3], shares, begin, end, num_tokens, TOKENS, TOP_K, GATED, STORE)
     return scales, targets
 
 
@@ -680,13 +670,13 @@ def _finish(
     acc = acc * (_as_column(factor, SUMS) * scales) + _as_column(shift, SUMS)
     second = second * (_as_column(second_factor, SUMS) * scales) + _as_column(second_shift, SUMS)
     if GATED:
-        acc = _activate_gated(acc, second, EPILOGUE)
+        acc = activate_gated(acc, second, EPILOGUE)
     if SPLITS:
         _store_in_two(acc, out, (targets[0], targets[1], num_outputs), row)
     else:
-        _store_to(acc, out, targets, row, num_outputs, GATED, STORE)
+        store_to(acc, out, targets, row, num_outputs, GATED, STORE)
         if not GATED:
-            _store_to(second, out, targets, num_first + row, num_outputs, GATED, STORE)
+            store_to(second, out, targets, num_first + row, num_outputs, GATED, STORE)
 
 
 @gluon.jit
@@ -997,7 +987,7 @@ class MxExperts:
         up, down = weights.up, weights.down
         if not (isinstance(up, MxFloat4) and isinstance(down, MxFloat4)):
             return None
-        if dtype != torch.bfloat16 or not _is_on_hopper(up.device):
+        if dtype != torch.bfloat16 or not is_on_hopper(up.device):
             return None
         if max(up.shape[2], down.shape[2]) > MOST_INPUTS:
             return None

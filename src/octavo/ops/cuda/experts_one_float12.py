@@ -17,8 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.float12 import MOST_DOWN_INPUTS, MOST_GATE_INPUTS, PIECE_INPUTS, PIECE_ROWS
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.float12 import PIECE_WORDS, Float12Weight
-from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier
+from octavo.ops.cuda.hopper import sync_threads
 from octavo.ops.cuda.linear_ring_float12 import (
     FOLD,
     INPUT_FACTOR,
@@ -180,7 +181,7 @@ def _gate_up_float12_kernel(
         loaded += (pair,)  # type: ignore[assignment]
     for i in gl.static_range(TILES):
         _store_inputs(x, x_tiles, i, PIECES)
-    _barrier()
+    sync_threads()
     sums = gl.zeros([_FOLD * _ROWS, _FOLD], gl.float32, LAYOUT)
     up_sums = sums
     for i in gl.static_range(TILES):
@@ -191,7 +192,7 @@ def _gate_up_float12_kernel(
     rows = gl.arange(0, _ROWS, layout=gate.type.layout)
     gate = gate * _SUM_FACTOR * gl.load(scales + first_row + rows)
     value = _by_row(up_sums) * _SUM_FACTOR * gl.load(scales + first_row + num_rows + rows)
-    value = _activate_gated(gate, value, EPILOGUE)
+    value = activate_gated(gate, value, EPILOGUE)
     target = out + slot * num_rows + gl.program_id(0) * _ROWS + rows
     gl.store(target, value.to(out.dtype.element_ty))
 
@@ -288,7 +289,7 @@ def _down_float12_kernel(
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(TILES):
         _store_inputs(x, x_tiles, i, TOP_K * PIECES)
-    _barrier()
+    sync_threads()
     none = gl.zeros([_FOLD * _ROWS, _FOLD], gl.float32, LAYOUT)
     sums = none
     for i in gl.static_range(TILES):

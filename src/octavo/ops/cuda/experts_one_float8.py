@@ -37,14 +37,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.announcing import EMPTY
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
-from octavo.ops.cuda.linear_hopper import (
-    _activate_gated,
-    _barrier,
-    _fetch_tile,
+from octavo.ops.cuda.hopper import (
+    fetch_tile,
+    reinterpreted,
     swizzled_descriptor,
+    sync_threads,
+    tiles_of_rows,
 )
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
 from octavo.ops.cuda.one_token import (
     Source,
     allow_next_with,
@@ -58,12 +60,12 @@ from octavo.ops.cuda.one_token import (
 )
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.routing_in_kernel import (
-    _load_row,
     announce_logit,
     begin_choice,
     choose_some,
     empty_logits,
     end_choice,
+    load_row,
     load_weights,
     logit_shape,
     make_choice,
@@ -73,7 +75,6 @@ from octavo.ops.cuda.routing_in_kernel import (
     told,
     told_shares,
 )
-from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed, Unrouted
@@ -275,13 +276,13 @@ def _fetch_stage(
     bar = ready.index(stage)
     mbarrier.expect(bar, 2 * (weight.block_type.nbytes + scales.block_type.nbytes))
     first = expert * num_rows
-    _fetch_tile(weight, [first + row, block * _FOLD, 0], bar, tiles.index(2 * stage))
-    _fetch_tile(weight, [first + second_row, block * _FOLD, 0], bar, tiles.index(2 * stage + 1))
+    fetch_tile(weight, [first + row, block * _FOLD, 0], bar, tiles.index(2 * stage))
+    fetch_tile(weight, [first + second_row, block * _FOLD, 0], bar, tiles.index(2 * stage + 1))
     first = expert * stride
     own = first + _scales_of(row, block, num_scales, SCALE_ROWS)
-    _fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage))
+    fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage))
     own = first + _scales_of(second_row, block, num_scales, SCALE_ROWS)
-    _fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage + 1))
+    fetch_tile(scales, [0, own], bar, scale_tiles.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -291,7 +292,7 @@ def _tell_unit(ring, stage, phase, unit):
     mbarrier.wait(free.index(stage), 1 - phase)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     units.index(stage).store(gl.zeros([1], gl.int32, ONE) + unit)
-    _barrier()
+    sync_threads()
 
 
 @gluon.jit
@@ -541,7 +542,7 @@ def _store_in_two(values, tiles):
 def _give(given, i):
     """Tell that inputs have been written, as number i."""
     fence_async_shared()
-    _barrier()
+    sync_threads()
     mbarrier.arrive(given.index(i), count=1)
 
 
@@ -587,7 +588,7 @@ def _give_x(
         parts, stream, logit = norm_row(norm, weights, size, OFFSET, PARTS, _PART, _PIECE, BY)
         announce_logit(logit, logits, own_buffer(launch), expert, num_experts, ALL_EXPERTS)
     else:
-        parts = _load_row(x, size, PARTS, _PART, _PIECE, BY)
+        parts = load_row(x, size, PARTS, _PART, _PIECE, BY)
     for i in gl.static_range(PARTS):
         scales.index(i).store(_store_in_two(parts[i].to(gl.float32), tiles.index(i)))
     _give(given, 0)
@@ -694,7 +695,7 @@ def _multiply_stages(
         used += (stage,)  # type: ignore[assignment]
         stage, phase = following(stage, phase, STAGES)
     products = warpgroup_mma_wait(0, deps=products)
-    _barrier()
+    sync_threads()
     for i in gl.static_range(COUNT):
         mbarrier.arrive(free.index(used[i]), count=1)
     first = like
@@ -757,16 +758,10 @@ def _announce(result, places):
 def _by_block(inputs):
     """Inputs, and scales of their pieces, of blocks."""
     tiles, scales = inputs
-    NUM: gl.constexpr = tiles.shape[0] * tiles.shape[1] // (2 * _FOLD)
-    TILES: gl.constexpr = [NUM, 2 * _FOLD, _PIECE]
+    blocks = tiles_of_rows(tiles, 2 * _FOLD)
+    SHAPE: gl.constexpr = [blocks.shape[0], _FOLD]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if _IS_PUBLIC:
-        blocks = tiles.reinterpret(gl.float8e4nv, TILES, tiles.layout)
-        pieces = scales.reinterpret(gl.float32, [NUM, _FOLD], FLAT)
-    else:
-        blocks = tiles._reinterpret(gl.float8e4nv, TILES, tiles.layout)
-        pieces = scales._reinterpret(gl.float32, [NUM, _FOLD], FLAT)
-    return blocks, pieces
+    return blocks, reinterpreted(scales, SHAPE, FLAT)
 
 
 @gluon.jit
@@ -809,10 +804,10 @@ def _multiply(
             )
             gates += gate
             ups += up
-        result = _activate_gated(_totals(gates), _totals(ups), EPILOGUE)
+        result = activate_gated(_totals(gates), _totals(ups), EPILOGUE)
         _announce(result, places + unit * (_ROWS // 2))
         unit = _told_unit(ring, stage, phase)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(free.index(stage), count=1)
     stage, phase = following(stage, phase, STAGES)
     for unit in range(gl.program_id(0), size // (2 * _ROWS), gl.num_programs(0)):
@@ -907,12 +902,8 @@ def experts_one_float8_kernel(
     gate_scales = gl.allocate_shared_memory(gl.float32, [BATCHES, _BATCH * _FOLD], FLAT)
     LEFT: gl.constexpr = [2 * STAGES, _ROWS * _FOLD, _PIECE]
     NUMBERS: gl.constexpr = [2 * STAGES * _SCALES // 8, 8]
-    if _IS_PUBLIC:
-        left = tiles.reinterpret(DTYPE, LEFT, WHOLE)
-        numbers = scale_tiles.reinterpret(gl.float32, NUMBERS, FLAT)
-    else:
-        left = tiles._reinterpret(DTYPE, LEFT, WHOLE)
-        numbers = scale_tiles._reinterpret(gl.float32, NUMBERS, FLAT)
+    left = reinterpreted(tiles, LEFT, WHOLE)
+    numbers = reinterpreted(scale_tiles, NUMBERS, FLAT)
     units = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -42,23 +42,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.announcing import EMPTY
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import activate_gated
 from octavo.ops.cuda.expert_tables import (
-    _LOW,
+    LOW_FACTOR,
     ROWS,
     ExpertProjection,
     ExpertTables,
-    _in_two,
-    _to_float8,
+    split_in_two,
+    to_float8,
 )
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.linear_hopper import (
-    _activate_gated,
-    _barrier,
-    _fetch_tile,
-    prefetch,
-    swizzled_descriptor,
-)
-from octavo.ops.cuda.linear_hopper_quantized import _IS_PUBLIC
+from octavo.ops.cuda.hopper import fetch_tile, prefetch, recast, swizzled_descriptor, sync_threads
 from octavo.ops.cuda.one_token import (
     Source,
     allow_next_with,
@@ -85,7 +80,6 @@ from octavo.ops.cuda.routing_in_kernel import (
     told,
     told_shares,
 )
-from octavo.ops.cuda.tile_sizes import num_sms
 from octavo.ops.cuda.two_float8 import scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed, Unrouted
@@ -238,7 +232,7 @@ def _keep_shares(source, own_shares, TOP_K: gl.constexpr, RENORMALISES: gl.const
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(TOP_K):
         own_shares.index(i).store(gl.zeros([1], gl.float32, ONE) + shares[i])
-    _barrier()
+    sync_threads()
 
 
 @gluon.jit
@@ -293,8 +287,8 @@ def _fetch_units(
             for i in gl.static_range(min(SLOTS, ROUNDS - begin)):
                 place = stage * SLOTS + i
                 block = (begin + i) * WARPS
-                _fetch_tile(words, [tile, block, octet * _ROWS, 0], bar, tiles.index(place))
-                _fetch_tile(shifts, [tile, block, octet // 2, 0], bar, shift_tiles.index(place))
+                fetch_tile(words, [tile, block, octet * _ROWS, 0], bar, tiles.index(place))
+                fetch_tile(shifts, [tile, block, octet // 2, 0], bar, shift_tiles.index(place))
             stage, phase = following(stage, phase, STAGES)
         slot = (unit + step) // octets
         octet = (unit + step) % octets
@@ -385,7 +379,7 @@ def _multiply_unit(
     for begin in gl.static_range(0, ROUNDS, SLOTS):
         if begin > 0:
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            sync_threads()
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(ready.index(stage), phase)
@@ -397,13 +391,13 @@ def _multiply_unit(
             own = gl.where(is_second, second, first).permute((0, 2, 1)).reshape([16 * WARPS])
             own = gl.convert_layout(own, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
             inputs = x_tiles.index(begin + i).permute((1, 0))
-            acc = warpgroup_mma(_to_float8(words, own, LAYOUT), inputs, acc, is_async=True)
+            acc = warpgroup_mma(to_float8(words, own, LAYOUT), inputs, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     warp = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, LAYOUT)) // 16
     of_warp = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT)) // 2
     own = gl.where(warp[:, None] == of_warp[None, :], acc, 0.0)
     high, low = gl.split(own.reshape([WARPS, 16, WARPS // 4, 4, 2]))
-    return gl.sum(high + low * (1.0 / _LOW), 2), stage, phase
+    return gl.sum(high + low * (1.0 / LOW_FACTOR), 2), stage, phase
 
 
 @gluon.jit
@@ -413,7 +407,7 @@ def _leave(sums, scale, board, free, stage, turn):
     slot = turn % _PARTS
     mbarrier.wait(taken.index(slot), (turn // _PARTS + 1) & 1)
     parts.index(slot).store(sums * scale)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(free.index(stage), count=1)
     mbarrier.arrive(given.index(slot), count=1)
 
@@ -452,10 +446,7 @@ def _multiply(
     STAGES: gl.constexpr = ring[2].shape[0]
     SHAPE: gl.constexpr = [x_tiles.shape[0], _COLUMNS, _BLOCK // 4]
     AS_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    if _IS_PUBLIC:
-        x_words = x_tiles.reinterpret(gl.int32, SHAPE, AS_WORDS)
-    else:
-        x_words = x_tiles._reinterpret(gl.int32, SHAPE, AS_WORDS)
+    x_words = recast(x_tiles, gl.int32, SHAPE, AS_WORDS)
     free = ring[3]
     num_gates = TOP_K * up_octets
     first, step, first_down, end_down, down_step = _units_of(down_octets, TOP_K, TEAM)
@@ -487,7 +478,7 @@ def _multiply(
         for i in gl.static_range(DOWN_ROUNDS):
             x_words.index(i).store(found[i])
         fence_async_shared()
-        _barrier()
+        sync_threads()
     else:
         down_scale = _store_in_two(_pairs(found), x_tiles)
     for unit in range(first_down, end_down, down_step):
@@ -569,11 +560,11 @@ def _store_in_two(values, x_tiles):
         largest = gl.maximum(largest, gl.abs(values[i].to(gl.float32)))
     factor, scale = scales_of_two(gl.max(largest, 1))
     for i in gl.static_range(len(values)):
-        high, low = _in_two(values[i].to(gl.float32) * factor[:, None])
+        high, low = split_in_two(values[i].to(gl.float32) * factor[:, None])
         both = gl.join(high, low).permute((0, 2, 1)).reshape([_COLUMNS, _BLOCK])
         x_tiles.index(i).store(both)
     fence_async_shared()
-    _barrier()
+    sync_threads()
     return scale
 
 
@@ -679,7 +670,7 @@ def _added(board, turn):
         [WARPS, 16, 4],
     )
     found = parts.index(slot).load(ALL)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(taken.index(slot), count=1)
     total = gl.sum(gl.sum(found, 2), 0).reshape([2, 8]).permute((1, 0))
     return gl.split(total)
@@ -691,7 +682,7 @@ def _announce(result, places, row, BOUNDED: gl.constexpr):
     # A thread has all numbers of a word.
     WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     if BOUNDED:
-        high, low = _in_two(result * _BOUNDED)
+        high, low = split_in_two(result * _BOUNDED)
         own = places + row // _BLOCK * (_BLOCK // 2) + row % _BLOCK // 4
         store_words(_words_of_octets(gl.convert_layout(high, WIDE)), own)
         store_words(_words_of_octets(gl.convert_layout(low, WIDE)), own + _BLOCK // 4)
@@ -795,7 +786,7 @@ def _finish(
         first, second = _added(board, turn)
         gates = gl.convert_layout(first, OUT) * factor + shift
         ups = gl.convert_layout(second, OUT) * second_factor + second_shift
-        result = gl.where(row + in_octet < up_first, _activate_gated(gates, ups, EPILOGUE), 0.0)
+        result = gl.where(row + in_octet < up_first, activate_gated(gates, ups, EPILOGUE), 0.0)
         _announce(result, own_places + unit // up_octets * words_each, row, BOUNDED)
         factor = next_factor
         second_factor = next_second_factor

@@ -81,7 +81,7 @@ def pack_float12(weight: Tensor) -> Float12Weight:
     for rows in chunks(num_rows, size, PIECE_ROWS):
         scales[rows] = _scales(weight[rows])
     if weight.is_cuda:
-        _launch_packing(weight, scales, words)
+        launch_packing(weight, scales, words)
         return Float12Weight((num_rows, size), words, scales)
     for rows in chunks(num_rows, size, PIECE_ROWS):
         codes = _codes(weight[rows], scales[rows])
@@ -91,7 +91,8 @@ def pack_float12(weight: Tensor) -> Float12Weight:
     return Float12Weight((num_rows, size), words, scales)
 
 
-def _launch_packing(weight: Tensor, scales: Tensor, words: Tensor) -> None:
+def launch_packing(weight: Tensor, scales: Tensor, words: Tensor) -> None:
+    """Pack W, whose rows have those scales, into the words of a Float12Weight."""
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     num_groups, num_pieces, _ = words.shape
     grid = (num_groups, triton.cdiv(num_pieces, _PIECES_AT_ONCE))

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
+from octavo.ops.cuda.devices import is_on_hopper
 from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
@@ -179,7 +180,7 @@ def _is_fast(x: Tensor, weight: Tensor) -> bool:
     """Whether linear_hopper.py takes such operands: TMA needs rows aligned to 16 bytes."""
     return (
         x.dtype in _FAST_DTYPES
-        and _is_on_hopper(x.device)
+        and is_on_hopper(x.device)
         and _is_dense(x, weight)
         and x.shape[1] % 64 == 0
         and x.stride(0) % 8 == 0
@@ -189,17 +190,7 @@ def _is_fast(x: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _is_on_hopper(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU; the device may also be a CPU."""
-    return device.type == "cuda" and _is_hopper(device)
-
-
-@cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+def split_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Split-K partial sums, and how many splits of each tile are done (0 between kernels).
 
     For one stream.
@@ -242,14 +233,14 @@ def launch_dense(
     reduces = tiles.splits > 1 and not is_partial
     assert out_scales is None or (tiles.splits == 1 and rows == tiles.rows)
     assert not epilogue.is_gated or group % tiles.columns == 0
-    sums, arrivals = _workspace(given.device)
+    sums, arrivals = split_workspace(given.device)
     width = tiles.tokens * tiles.rows * (2 if epilogue.is_gated else 1)
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     row_scales, block_rows = scales or (None, 1)
     linear_kernel[grid](
-        _descriptor(given, numbers * tiles.tokens, tiles.columns),
-        _descriptor(weight, tiles.rows, tiles.columns),
+        block_descriptor(given, numbers * tiles.tokens, tiles.columns),
+        block_descriptor(weight, tiles.rows, tiles.columns),
         x_scales,
         row_scales,
         bias,
@@ -282,16 +273,17 @@ def launch_dense(
     )
 
 
-def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
+def block_descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
     """The TMA descriptor for fetching blocks [rows, columns] of `matrix`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = _block_layout(rows, columns, matrix.dtype)
+    layout = block_layout(rows, columns, matrix.dtype)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 @cache
-def _block_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def block_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How shared memory holds blocks [rows, columns] that TMA fetches."""
     from triton.experimental.gluon import language as gl
 
     elements = {

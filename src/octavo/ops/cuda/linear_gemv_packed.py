@@ -31,8 +31,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from octavo.ops.cuda.linear_hopper import _finish
-from octavo.ops.cuda.linear_hopper_quantized import _interleave, _stacked_rows
+from octavo.ops.cuda.epilogues_hopper import finish
+from octavo.ops.cuda.linear_hopper_quantized import interleave, stacked_rows
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import ROUNDER, SMALLEST_SIZE
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
@@ -171,7 +171,7 @@ def unpacked(words):
         is_pure=True,
         pack=4,
     )
-    return _interleave(parts)
+    return interleave(parts)
 
 
 @gluon.jit
@@ -271,7 +271,7 @@ def _linear_packed_kernel(
     start = split * per_split
     last = gl.minimum(start + per_split, num_blocks)
     ACROSS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOADED))
-    rows = _stacked_rows(row, row + num_rows, ROWS, GATED, ACROSS)
+    rows = stacked_rows(row, row + num_rows, ROWS, GATED, ACROSS)
     rows = gl.minimum(rows, last_row)[None, :, None]
     blocks = start + _along(WARPS, 0, LOADED)
     inner = blocks * _CHUNK + rows % _CHUNK_ROWS * _WIDTH + _along(_WIDTH, 2, LOADED)
@@ -287,7 +287,7 @@ def _linear_packed_kernel(
     columns = _along(_BLOCKS, 2, SUMS)
     blocks = start + columns * WARPS + _along(WARPS, 0, SUMS)
     OF_SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
-    rows = _stacked_rows(row, row + num_rows, ROWS, GATED, OF_SUMS)
+    rows = stacked_rows(row, row + num_rows, ROWS, GATED, OF_SUMS)
     rows = gl.minimum(rows, last_row)[None, :, None]
     places = rows * stride_row + blocks // group_blocks * stride_group
     factors = gl.load(scales + places, mask=blocks < last, other=0.0).to(gl.float32)
@@ -321,8 +321,8 @@ def _linear_packed_kernel(
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [8, 4, 1], [WARPS, 1, 1], [2, 0, 1])
         pairs = total.reshape([2, ROWS // 2, 1]).permute((1, 2, 0))
         gates, ups = gl.split(gl.convert_layout(pairs, PAIRS))
-        _finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
+        finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
     else:
         FLAT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [0, 1])
         total = gl.convert_layout(total, FLAT)
-        _finish(total, total, bias, out, shape, split == 0, False, EPILOGUE, False, HAS_BIAS)
+        finish(total, total, bias, out, shape, split == 0, False, EPILOGUE, False, HAS_BIAS)

@@ -13,72 +13,18 @@ the program of a tile that finishes last, or by the kernel that reads them next 
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.ops.cuda.epilogues import (
-    CLAMPED_SWIGLU,
-    GELU,
-    GELU_TANH,
-    GELU_TANH_MUL,
-    RELU,
-    SILU,
-    SILU_MUL,
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-)
-from octavo.ops.cuda.two_float8 import in_two, scales_of_two
-
-# Names that changed between Triton 3.6 and 3.9.
-_fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-def swizzled_descriptor(tensor: Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
-    """The TMA descriptor for fetching blocks of that shape, which shared memory holds with a
-    swizzle of so many bytes; 0: with none."""
-    return TensorDescriptor.from_tensor(
-        tensor, block, _swizzled_layout(swizzle, 8 * tensor.element_size(), len(block))
-    )
-
-
-@cache
-def _swizzled_layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
-
-
-@gluon.jit
-def _allocate(descriptor, COUNT: gl.constexpr):
-    """So many tiles in shared memory, as the descriptor fetches them."""
-    SHAPE: gl.constexpr = descriptor.block_type.shape
-    return gl.allocate_shared_memory(
-        descriptor.dtype, [COUNT, SHAPE[0], SHAPE[1]], descriptor.layout
-    )
-
-
-@gluon.jit
-def prefetch(places):
-    """Have the lines of pointers on their way to the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [places],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+from octavo.ops.cuda.epilogues_hopper import finish, finish_in_two, over_rows, over_tokens
+from octavo.ops.cuda.hopper import fetch_tile, sync_threads
 
 
 @gluon.jit
@@ -87,14 +33,14 @@ def _fetch_weights(
 ):
     ACROSS: gl.constexpr = 0 if DOWN else weight.block_type.shape[1]
     place = [row + step * DOWN, step * ACROSS]
-    _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * HALVES))
+    fetch_tile(weight, place, ready.index(stage), tiles.index(stage * HALVES))
     if HALVES == 2:
         place = [second_row + step * DOWN, step * ACROSS]
-        _fetch_tile(weight, place, ready.index(stage), tiles.index(stage * 2 + 1))
+        fetch_tile(weight, place, ready.index(stage), tiles.index(stage * 2 + 1))
 
 
 @gluon.jit
-def _produce(
+def produce(
     x,
     weight,
     buffers,
@@ -124,13 +70,13 @@ def _produce(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
-        _fetch_tile(x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i))
+        fetch_tile(x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i))
     for i in range(ahead, count):
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
         _fetch_weights(weight, tiles, ready, stage, row, second_row, first + i, HALVES, DOWN)
-        _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
+        fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
@@ -294,149 +240,6 @@ def _pairs_added(acc):
     return gl.sum(acc.reshape([ROWS, TOKENS, 2]), 2)
 
 
-@gluon.jit
-def _by_row(values, SWAP: gl.constexpr):
-    """Values per row of W, broadcast over tokens."""
-    return values[None, :] if SWAP else values[:, None]
-
-
-@gluon.jit
-def _by_token(values, SWAP: gl.constexpr):
-    """Values per token, broadcast over rows of W."""
-    return values[:, None] if SWAP else values[None, :]
-
-
-@gluon.jit
-def _activate(y, EPILOGUE: gl.constexpr):
-    """`activate` of epilogues.py, in Gluon."""
-    if EPILOGUE == RELU:
-        y = gl.maximum(y, 0.0)
-    if EPILOGUE == SILU:
-        y = y / (1 + gl.exp(-y))
-    if EPILOGUE == GELU:
-        y = 0.5 * y * (1 + gl.erf(y * 0.7071067811865476))
-    if EPILOGUE == GELU_TANH:
-        y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    return y
-
-
-@gluon.jit
-def _activate_gated(gate, up, EPILOGUE: gl.constexpr):
-    """`activate_gated` of epilogues.py, in Gluon."""
-    if EPILOGUE == SILU_MUL:
-        gate = gate / (1 + gl.exp(-gate))
-    if EPILOGUE == GELU_TANH_MUL:
-        gate = gate / (1 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    if EPILOGUE == CLAMPED_SWIGLU:
-        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
-        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
-        up = gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
-        gate = gate / (1 + gl.exp(gate * -SWIGLU_ALPHA))
-    return gate * up
-
-
-@gluon.jit
-def _results(
-    acc,
-    up,
-    bias,
-    shape,
-    adds_bias,
-    SWAP: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
-    """Sums with the bias, and the epilogue of them."""
-    _, row, _, num_rows = shape
-    ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
-    ROW_AXIS: gl.constexpr = 0 if SWAP else 1
-    LAYOUT: gl.constexpr = acc.type.layout
-    if HAS_BIAS:
-        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
-        shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
-        acc += _by_row(shift.to(gl.float32), SWAP)
-        if GATED:
-            shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
-            up += _by_row(shift.to(gl.float32), SWAP)
-    return _activate_gated(acc, up, EPILOGUE) if GATED else _activate(acc, EPILOGUE)
-
-
-@gluon.jit
-def _finish_in_two(
-    acc,
-    up,
-    bias,
-    out,
-    scales,
-    stride,
-    shape,
-    EPILOGUE: gl.constexpr,
-    GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
-    """As `_finish`, with results that are rounded to bfloat16, of which two e4m3 numbers each are
-    made: to out [num_tokens, 2, num_rows], and a scale for the tile's rows of a token to scales
-    [tiles, stride]."""
-    token, row, num_tokens, num_rows = shape
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    acc = _results(acc, up, bias, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
-    # Neighbouring threads hold neighbouring rows of W, as in `_finish`.
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = ROWS // 16
-    STORE: gl.constexpr = gl.BlockedLayout([16, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
-    values = gl.convert_layout(acc.to(gl.bfloat16), STORE).to(gl.float32)
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-    tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORE))
-    inside = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
-    sizes = gl.abs(values)
-    sizes = gl.where(sizes < float("inf"), sizes, float("inf"))  # of NaN, too
-    largest = gl.max(gl.where(inside, sizes, 0.0), 0)
-    factors, scale = scales_of_two(largest)
-    scale = gl.where(largest < float("inf"), scale, float("nan"))
-    high, low = in_two(values * factors[None, :])
-    places = out + tokens.to(gl.int64)[None, :] * (2 * num_rows) + rows[:, None]
-    gl.store(places, high, mask=inside)
-    gl.store(places + num_rows, low, mask=inside)
-    gl.store(scales + row // ROWS * stride + tokens, scale, mask=tokens < num_tokens)
-
-
-@gluon.jit
-def _finish(
-    acc,
-    up,
-    bias,
-    out,
-    shape,
-    adds_bias,
-    SWAP: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
-    """Add the bias, apply the epilogue, and store the tile to out [num_tokens, num_rows]."""
-    token, row, num_tokens, num_rows = shape
-    ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[0] if SWAP else acc.shape[1]
-    ROW_AXIS: gl.constexpr = 0 if SWAP else 1
-    acc = _results(acc, up, bias, shape, adds_bias, SWAP, EPILOGUE, GATED, HAS_BIAS)
-    # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = min(32, ROWS // 8)
-    STORE: gl.constexpr = (
-        gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-        if SWAP
-        else gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
-    )
-    values = gl.convert_layout(acc.to(out.dtype.element_ty), STORE)
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, STORE))
-    tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, STORE))
-    places = _by_token(tokens.to(gl.int64) * num_rows, SWAP) + _by_row(rows, SWAP)
-    inside = _by_token(tokens < num_tokens, SWAP) & _by_row(rows < num_rows, SWAP)
-    gl.store(out + places, values, mask=inside)
-
-
 @gluon.jit(do_not_specialize=["num_tokens", "num_splits", "x_stride", "out_stride"])
 def linear_kernel(
     x,
@@ -529,7 +332,7 @@ def linear_kernel(
         [
             (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, NUMBERS, GROUP)),
             (
-                _produce,
+                produce,
                 (x, weight, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
             ),
         ],
@@ -550,23 +353,23 @@ def linear_kernel(
         rows = row + gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
         tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))
         factor = gl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)
-        by_token = _by_token(factor, SWAP)
+        by_token = over_rows(factor, SWAP)
         factor = gl.load(scales + rows // block_rows, mask=rows < num_rows, other=0.0)
-        acc = acc * by_token * _by_row(factor, SWAP)
+        acc = acc * by_token * over_tokens(factor, SWAP)
         if GATED:
             up_rows = rows + num_rows
             factor = gl.load(scales + up_rows // block_rows, mask=rows < num_rows, other=0.0)
-            up = up * by_token * _by_row(factor, SWAP)
+            up = up * by_token * over_tokens(factor, SWAP)
     if SPLITS == 1:
         if PARTIAL:
             out += split.to(gl.int64) * num_tokens * num_rows
         shape = (token, row, num_tokens, num_rows)
         if ROUNDS:
-            _finish_in_two(
+            finish_in_two(
                 acc, up, bias, out, out_scales, out_stride, shape, EPILOGUE, GATED, HAS_BIAS
             )
         else:
-            _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
+            finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
     else:
         rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, OF_SUMS))
         tokens = gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, OF_SUMS))
@@ -581,7 +384,7 @@ def linear_kernel(
         gl.store(base + split * SIZE, acc)
         if GATED:
             gl.store(base + (SPLITS + split) * SIZE, up)
-        _barrier()
+        sync_threads()
         seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
         if seen == SPLITS - 1:
             acc = gl.load(base)
@@ -592,5 +395,5 @@ def linear_kernel(
                 for i in gl.static_range(1, SPLITS):
                     up += gl.load(base + (SPLITS + i) * SIZE)
             shape = (token, row, num_tokens, num_rows)
-            _finish(acc, up, bias, out, shape, True, SWAP, EPILOGUE, GATED, HAS_BIAS)
+            finish(acc, up, bias, out, shape, True, SWAP, EPILOGUE, GATED, HAS_BIAS)
             gl.store(arrivals + slot, 0)

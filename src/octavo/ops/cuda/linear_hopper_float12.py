@@ -30,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.float12 import MANY_ROWS, PIECE_INPUTS, PIECE_ROWS
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import finish
 from octavo.ops.cuda.float12 import EXPONENT, MANTISSA, PIECE_WORDS, Float12Weight
-from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, _finish, swizzled_descriptor
-from octavo.ops.cuda.linear_hopper_quantized import tiles_of_rows
+from octavo.ops.cuda.hopper import allocate_tiles, fetch_tile, swizzled_descriptor, tiles_of_rows
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms, registers_for
+from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.epilogue import Epilogue
 
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
@@ -210,7 +211,7 @@ _UNPACK = tl.constexpr(_unpacking())
 
 
 @gluon.jit
-def _fetch_weights(
+def fetch_words(
     sources, buffers, bar, firsts, stage, step, BLOCKS: gl.constexpr, FOLD: gl.constexpr
 ):
     """Load a stage's words, by block and by piece of inputs, of a program's pieces, from each of
@@ -223,9 +224,9 @@ def _fetch_weights(
         for half in gl.static_range(HALVES):
             place = (stage * (BLOCKS * FOLD) + j) * HALVES + half
             at = [firsts[half], word]
-            _fetch_tile(signs, at, bar.index(stage), sign_tiles.index(place))
+            fetch_tile(signs, at, bar.index(stage), sign_tiles.index(place))
             at = [firsts[half], word + _SIGNS]
-            _fetch_tile(exponents, at, bar.index(stage), exponent_tiles.index(place))
+            fetch_tile(exponents, at, bar.index(stage), exponent_tiles.index(place))
 
 
 @gluon.jit
@@ -233,7 +234,7 @@ def _fetch_inputs(x, x_tiles, bar, stage, step, PIECES: gl.constexpr):
     """Load a stage's inputs."""
     for j in gl.static_range(PIECES):
         source = [0, (step * PIECES + j) * _INPUTS]
-        _fetch_tile(x, source, bar.index(stage), x_tiles.index(stage * PIECES + j))
+        fetch_tile(x, source, bar.index(stage), x_tiles.index(stage * PIECES + j))
 
 
 @gluon.jit
@@ -247,7 +248,7 @@ def _produce(loads, BLOCKS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr)
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(sources, buffers, ready, firsts, i, i, BLOCKS, FOLD)
+        fetch_words(sources, buffers, ready, firsts, i, i, BLOCKS, FOLD)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -256,12 +257,12 @@ def _produce(loads, BLOCKS: gl.constexpr, FOLD: gl.constexpr, PDL: gl.constexpr)
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        _fetch_weights(sources, buffers, ready, firsts, stage, i, BLOCKS, FOLD)
+        fetch_words(sources, buffers, ready, firsts, stage, i, BLOCKS, FOLD)
         _fetch_inputs(x, x_tiles, ready, stage, i, BLOCKS * FOLD)
 
 
 @gluon.jit
-def _left(buffers, place, LAYOUT: gl.constexpr):
+def left_operand(buffers, place, LAYOUT: gl.constexpr):
     """The left operand, bfloat16 [rows, 64], of the tile at that place."""
     PIECES: gl.constexpr = _PIECES * (gl.num_warps() // 4)
     # Each warp has two neighbouring pieces, of which each thread has its words.
@@ -332,7 +333,7 @@ def _consume(
             for j in gl.static_range(BLOCKS):
                 # A block is unpacked while the one before it is multiplied.
                 place = stage * BLOCKS + j
-                left = _left(buffers, place * HEIGHT + tile, LAYOUT)
+                left = left_operand(buffers, place * HEIGHT + tile, LAYOUT)
                 right = inputs.index(place).permute((1, 0))
                 acc = warpgroup_mma(left, right, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -404,9 +405,9 @@ def linear_float12_kernel(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, FOLD * BM, 16]
     )
     first = gl.program_id(0) * OWN
-    sign_tiles = _allocate(signs, STAGES * BLOCKS * FOLD * HALVES)
-    exponent_tiles = _allocate(exponents, STAGES * BLOCKS * FOLD * HALVES)
-    x_tiles = _allocate(x, STAGES * BLOCKS * FOLD)
+    sign_tiles = allocate_tiles(signs, STAGES * BLOCKS * FOLD * HALVES)
+    exponent_tiles = allocate_tiles(exponents, STAGES * BLOCKS * FOLD * HALVES)
+    x_tiles = allocate_tiles(x, STAGES * BLOCKS * FOLD)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -449,4 +450,4 @@ def linear_float12_kernel(
         elif GATED:
             acc, up = _halves(acc)
         shape = (0, first + i * OF_TILE, num_tokens, num_rows)
-        _finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
+        finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)

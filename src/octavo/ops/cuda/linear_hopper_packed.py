@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.hopper import allocate_tiles, fetch_tile, swizzled_descriptor
 from octavo.ops.cuda.linear_gemv_packed import unpacked
-from octavo.ops.cuda.linear_hopper import _allocate, _fetch_tile, swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_quantized import finish_splits, joined_tiles
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, INT4, StoredWeight
@@ -159,11 +159,11 @@ def _fetch_weights(sources, buffers, bar, place, stage, block, STAGES: gl.conste
         line = (own // _ROWS * num_blocks + block) * _LINES
         for j in gl.static_range(_BLOCKS):
             target = tiles.index((stage * _BLOCKS + j) * WARPGROUPS + i)
-            _fetch_tile(weight, [line + j * _LINES, 0], bar, target)
+            fetch_tile(weight, [line + j * _LINES, 0], bar, target)
         source = [block // group_blocks, own]
-        _fetch_tile(scales, source, bar, scale_tiles.index(stage * WARPGROUPS + i))
+        fetch_tile(scales, source, bar, scale_tiles.index(stage * WARPGROUPS + i))
         if zeros is not None:
-            _fetch_tile(zeros, source, bar, zero_tiles.index(stage * WARPGROUPS + i))
+            fetch_tile(zeros, source, bar, zero_tiles.index(stage * WARPGROUPS + i))
 
 
 @gluon.jit
@@ -173,8 +173,8 @@ def _fetch_inputs(x_sources, x_buffers, bar, token, stage, block):
     x_tiles, x_scale_tiles = x_buffers
     for j in gl.static_range(_BLOCKS):
         target = x_tiles.index(stage * _BLOCKS + j)
-        _fetch_tile(x, [2 * token, (block + j) * _BLOCK], bar, target)
-    _fetch_tile(x_scales, [2 * block, token], bar, x_scale_tiles.index(stage))
+        fetch_tile(x, [2 * token, (block + j) * _BLOCK], bar, target)
+    fetch_tile(x_scales, [2 * block, token], bar, x_scale_tiles.index(stage))
 
 
 @gluon.jit
@@ -445,11 +445,11 @@ def linear_packed_kernel(
     first = split * per_split
     count = gl.minimum(first + per_split, num_steps) - first
 
-    tiles = _allocate(weight, STAGES * _BLOCKS * WARPGROUPS)
-    scale_tiles = _allocate(scales, STAGES * WARPGROUPS)
-    zero_tiles = _allocate(zeros, STAGES * WARPGROUPS) if HAS_ZEROS else scale_tiles
-    x_tiles = _allocate(x, STAGES * _BLOCKS)
-    x_scale_tiles = _allocate(x_scales, STAGES)
+    tiles = allocate_tiles(weight, STAGES * _BLOCKS * WARPGROUPS)
+    scale_tiles = allocate_tiles(scales, STAGES * WARPGROUPS)
+    zero_tiles = allocate_tiles(zeros, STAGES * WARPGROUPS) if HAS_ZEROS else scale_tiles
+    x_tiles = allocate_tiles(x, STAGES * _BLOCKS)
+    x_scale_tiles = allocate_tiles(x_scales, STAGES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -27,13 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.linear_hopper import _barrier, _fetch_tile, _finish
-from octavo.ops.cuda.linear_hopper_quantized import (
-    SCALE_RESULT,
-    SCALE_WEIGHTS,
-    line_of,
-    reinterpreted,
-)
+from octavo.ops.cuda.epilogues_hopper import finish
+from octavo.ops.cuda.hopper import fetch_tile, reinterpreted, sync_threads
+from octavo.ops.cuda.linear_hopper_quantized import SCALE_RESULT, SCALE_WEIGHTS, line_of
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4, PIECE
 
 HALF = BLOCK // 2  # inputs that are converted at once
@@ -131,14 +127,14 @@ def _fetch_weights(
     bar = ready.index(stage)
     mbarrier.expect(bar, BOXES * weight.block_type.nbytes)
     if GATED:
-        _fetch_tile(weight, [first // _PIECE, 0, 0, column], bar, boxes.index(stage))
+        fetch_tile(weight, [first // _PIECE, 0, 0, column], bar, boxes.index(stage))
     else:
         for i in gl.static_range(BOXES):
             below = i * boxes.shape[1]
             if IN_CHUNKS:
                 below = line_of(below, num_blocks)
             box = boxes.index(stage * BOXES + i)
-            _fetch_tile(weight, [first + below, column], bar, box)
+            fetch_tile(weight, [first + below, column], bar, box)
 
 
 @gluon.jit
@@ -193,10 +189,10 @@ def _produce(
             for half in gl.static_range(HALVES):
                 place = [token, column + (unit * HALVES + half) * _HALF]
                 target = stage * HALVES + half
-                _fetch_tile(x, place, x_ready.index(stage), x_tiles.index(target))
+                fetch_tile(x, place, x_ready.index(stage), x_tiles.index(target))
                 if REST:
                     place = [token + WIDE, column + (unit * HALVES + half) * _HALF]
-                    _fetch_tile(x_rest, place, x_ready.index(stage), rest_tiles.index(target))
+                    fetch_tile(x_rest, place, x_ready.index(stage), rest_tiles.index(target))
         block += 1
         if block == num_blocks:
             token, row, block = _places(i + 1, work, token_tiles, TOKENS, ROWS, IN_CHUNKS)
@@ -349,9 +345,9 @@ def _finish_tile(
     bias, out, _, _ = outputs
     if GATED:
         gates, ups = _gates_and_ups(acc)
-        _finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
+        finish(gates, ups, bias, out, shape, True, False, EPILOGUE, True, HAS_BIAS)
     else:
-        _finish(acc, acc, bias, out, shape, True, False, EPILOGUE, False, HAS_BIAS)
+        finish(acc, acc, bias, out, shape, True, False, EPILOGUE, False, HAS_BIAS)
 
 
 @gluon.jit
@@ -409,7 +405,7 @@ def _add_parts(
     for i in gl.static_range(NUM):
         if (i != begin) & (i < num_used):
             gl.store(sums + (own * NUM + i) * SIZE + inner, gl.convert_layout(pieces[i], FLAT))
-    _barrier()
+    sync_threads()
     seen = gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") + 1
     if begin < end:
         while seen < num_parts:

@@ -32,7 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.linear_hopper import _barrier, _finish, _produce
+from octavo.ops.cuda.epilogues_hopper import finish
+from octavo.ops.cuda.hopper import reinterpreted, sync_threads, tiles_of_rows
+from octavo.ops.cuda.linear_hopper import produce
 from octavo.ops.cuda.stored_weights import BLOCK, CHUNK_ROWS, FLOAT8, INT4
 
 SCALE_RESULT, SCALE_SUMS, SCALE_WEIGHTS = 0, 1, 2  # SCALE
@@ -44,8 +46,6 @@ _SCALE_SUMS = tl.constexpr(SCALE_SUMS)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _BLOCK = tl.constexpr(BLOCK)
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
-# A name that changed between Triton 3.6 and 3.9.
-_IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # Two words -> eight pairs of numbers q - 8: (128 + q) - 136 in bfloat16.
 _UNPACK_INT4 = """{
@@ -118,7 +118,7 @@ _INT8_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT8))
 
 
 @gluon.jit
-def _interleave(pieces):
+def interleave(pieces):
     """Planes [rows, n], as a tuple, side by side: [rows, n * len(pieces)]."""
     if len(pieces) == 8:
         first = gl.join(gl.join(pieces[0], pieces[4]), gl.join(pieces[2], pieces[6]))
@@ -203,7 +203,7 @@ def _weights(stored, scales, zeros, group, HOW: gl.constexpr):
                 factor = scales.index(group + i * PARTS // NUM).load(BY_ROW)
                 values = values * factor.to(DTYPE)[:, None]
             done += (values,)  # type: ignore[assignment]
-        values = gl.convert_layout(_interleave(done), OPERAND)
+        values = gl.convert_layout(interleave(done), OPERAND)
     return values
 
 
@@ -222,24 +222,6 @@ def joined_tiles(tiles, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def reinterpreted(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory in another shape and layout."""
-    if _IS_PUBLIC:
-        found = memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
-    else:
-        found = memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
-    return found
-
-
-@gluon.jit
-def tiles_of_rows(tiles, ROWS: gl.constexpr):
-    """Shared memory [n, rows, columns] as [n * rows / ROWS, ROWS, columns]."""
-    SHAPE: gl.constexpr = [tiles.shape[0] * tiles.shape[1] // ROWS, ROWS, tiles.shape[2]]
-    LAYOUT: gl.constexpr = tiles.layout
-    return reinterpreted(tiles, SHAPE, LAYOUT)
-
-
-@gluon.jit
 def line_of(row, num_blocks):
     """Where a row of W in chunks is (stored_weights.py), of the first block of inputs: each other
     block is CHUNK_ROWS lines further down."""
@@ -247,7 +229,7 @@ def line_of(row, num_blocks):
 
 
 @gluon.jit
-def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
     rows = gl.arange(0, ROWS, layout=LAYOUT)
     if GATED:
@@ -265,13 +247,10 @@ def _stage(source, target, places, first, GATED: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = min(ROWS // 32, WARPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS // WIDE, WIDE], [1, 0])
-    rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
+    rows = stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
     by_row = (rows // block_rows) * stride_row
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if _IS_PUBLIC:
-        chunks = target.reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
-    else:
-        chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
+    chunks = reinterpreted(target, [CHUNKS, AT_ONCE, ROWS], FLAT)
     for i in range(CHUNKS):
         groups = first + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
         inside = (groups < num_groups)[:, None] & (rows < num_rows)[None, :]
@@ -349,7 +328,7 @@ def _consume(
         _stage(scales, staged, places, first_group, GATED)
     if HAS_ZEROS:
         _stage(zeros, staged_zeros, places, first_group, GATED)
-    _barrier()
+    sync_threads()
     # With mma of single warps both operands may have a block's inputs in another order: then four
     # values of 8 bits are loaded at once.
     K_WIDTH: gl.constexpr = 4 if BY_WARP and FORMAT == _FLOAT8 else 2
@@ -441,7 +420,7 @@ def finish_splits(
         slot = tile * gl.num_programs(0) + gl.program_id(0)
         base = sums + slot.to(gl.int64) * (SPLITS * SIZE) + inner
         gl.store(base + split * SIZE, acc)
-        _barrier()
+        sync_threads()
         seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
         is_last = seen == SPLITS - 1
         if is_last:
@@ -458,9 +437,9 @@ def finish_splits(
             adds_bias = split == 0
         if GATED:
             gates, ups = _halves(acc)
-            _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+            finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
         else:
-            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
+            finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
@@ -596,7 +575,7 @@ def quantized_linear_kernel(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     x,
                     weight,
@@ -619,7 +598,7 @@ def quantized_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if SCALE == _SCALE_RESULT:
-        rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
+        rows = stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
         sources = scales + (rows // block_rows) * stride_row
         acc = acc * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
     place = (tile, split, token, row, num_tokens, num_rows)

@@ -27,19 +27,19 @@ import triton
 from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
+from octavo.ops.cuda.devices import is_hopper, num_sms
+from octavo.ops.cuda.hopper import swizzled_descriptor
 from octavo.ops.cuda.linear import (
     PARTIAL_DTYPE,
-    _block_layout,
-    _descriptor,
-    _is_hopper,
-    _workspace,
+    block_descriptor,
+    block_layout,
     launch_dense,
     linear,
     linear_partial,
+    split_workspace,
 )
 from octavo.ops.cuda.linear_gemv import MAX_ROWS, Scales, linear_one, pays_to_norm
 from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
-from octavo.ops.cuda.linear_hopper import swizzled_descriptor
 from octavo.ops.cuda.linear_hopper_packed import (
     PackedTiles,
     linear_few_packed,
@@ -83,7 +83,7 @@ from octavo.ops.cuda.stored_weights import (
     dequantize,
     dequantized,
 )
-from octavo.ops.cuda.tile_sizes import num_sms, registers_for
+from octavo.ops.cuda.tile_sizes import registers_for
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.norm import DeferredNorm
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, RoundedInputs, Rounding
@@ -123,9 +123,9 @@ def launch(
         scale = SCALE_WEIGHTS if scales_weights else SCALE_SUMS
     assert x_scales is None or (scale == SCALE_SUMS and stored.format == FLOAT8)
     reduces = tiles.splits > 1 and not is_partial
-    sums, arrivals = _workspace(x.device)
+    sums, arrivals = split_workspace(x.device)
     quantized_linear_kernel[grid](
-        _descriptor(x, tiles.tokens, BLOCK),
+        block_descriptor(x, tiles.tokens, BLOCK),
         _weight_descriptor(stored, rows, epilogue),
         x_scales,
         stored.scales,
@@ -176,7 +176,7 @@ def _launch_persistent(
     num_blocks = triton.cdiv(size, BLOCK)
     num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tiles.tokens)
     division = Division.of(num_tiles, num_blocks, _num_sms(x.device), tiles.is_shared)
-    sums, arrivals = _workspace(x.device)
+    sums, arrivals = split_workspace(x.device)
     bits = 4 if stored.format == INT4 else 8
     low, high = (unpacking(bits, word, x.dtype == torch.float16) for word in range(2))
     if epilogue.is_gated:
@@ -189,8 +189,8 @@ def _launch_persistent(
     first = 1 << (tiles.tokens.bit_length() - 1)  # tokens of a tile: a power of two
     rest = tiles.tokens - first
     persistent_linear_kernel[(division.num_programs,)](
-        _descriptor(x, first, HALF),
-        _descriptor(x, rest or first, HALF),
+        block_descriptor(x, first, HALF),
+        block_descriptor(x, rest or first, HALF),
         weight,
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
@@ -219,7 +219,7 @@ def _launch_persistent(
         PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
         UNPACK_LOW=low,
         UNPACK_HIGH=high,
-        TILE=_block_layout(tiles.rows, stored.block_columns, stored.weight.dtype),
+        TILE=block_layout(tiles.rows, stored.block_columns, stored.weight.dtype),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -234,7 +234,7 @@ def _weight_descriptor(stored: StoredWeight, rows: int, epilogue: Epilogue) -> A
     if stored.format == INT4:
         assert not epilogue.is_gated or stored.has_whole_gates
         rows = min(rows, CHUNK_ROWS)
-    return _descriptor(stored.lines, rows, stored.block_columns)
+    return block_descriptor(stored.lines, rows, stored.block_columns)
 
 
 def _gate_descriptor(stored: StoredWeight, rows: int) -> Any:
@@ -244,7 +244,7 @@ def _gate_descriptor(stored: StoredWeight, rows: int) -> Any:
     assert stored.format != INT4 or rows == 2 * CHUNK_ROWS
     lines, columns = stored.lines, stored.block_columns
     pieces = lines.view(2, -1, PIECE, lines.shape[1]).transpose(0, 1)
-    swizzle = _block_layout(rows, columns, lines.dtype).swizzle_byte_width
+    swizzle = block_layout(rows, columns, lines.dtype).swizzle_byte_width
     return swizzled_descriptor(pieces, [rows // (2 * PIECE), 2, PIECE, columns], swizzle)
 
 
@@ -537,7 +537,7 @@ class QuantizedCudaLinear:
         if isinstance(choice, PackedTiles):
             is_partial = is_partial and choice.splits > 1
             out = self._output(num_tokens, num_rows, choice.splits if is_partial else 0)
-            workspace = _workspace(out.device)
+            workspace = split_workspace(out.device)
             linear_few_packed(x, stored, bias, out, epilogue, choice, is_partial, workspace)
             return out
         if isinstance(choice, Tiles):
@@ -654,7 +654,7 @@ def make_kernel(
 
     is_chained, has_copy, follows_experts: see QuantizedCudaLinear.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
+    if dtype not in (torch.bfloat16, torch.float16) or not is_hopper(form.device):
         return None
     stored = StoredWeight.of(form)
     if stored is None:

@@ -34,17 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import activate, activate_gated
+from octavo.ops.cuda.hopper import fetch_tile, reinterpreted, sync_threads
 from octavo.ops.cuda.linear_gemv import Scales
-from octavo.ops.cuda.linear_hopper import _activate, _activate_gated, _barrier, _fetch_tile
-from octavo.ops.cuda.linear_hopper_quantized import reinterpreted
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.cuda.two_float8 import MOST_ADDED, in_two, scales_of_two
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
 _PIECE = tl.constexpr(128)  # bytes: as wide as shared memory
-_PIECE_ROWS = tl.constexpr(16)  # pieces of x that are loaded at once
+PART_PIECES = tl.constexpr(16)  # pieces of x that are loaded at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def useful_share(num_rows: int, size: int, rows: int, width: int, num_programs: 
 
 def ring_memory(size: int, piece: int, is_gated: bool, follows_experts: bool = False) -> int:
     """Bytes that are left for blocks of W beside `size` inputs, with so many in a piece."""
-    part = _PIECE_ROWS.value * piece
+    part = PART_PIECES.value * piece
     of_inputs: int = 2 * part * triton.cdiv(size, part)  # each in 16 bits, or in two times 8
     memory = _GATED_MEMORY if is_gated else _MEMORY
     if follows_experts:
@@ -197,7 +198,7 @@ def linear_ring(
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
         PAUSE=pause_for(ring.pause),
-        LOADS=triton.cdiv(size, _PIECE_ROWS.value * width),
+        LOADS=triton.cdiv(size, PART_PIECES.value * width),
         UNITS=power_of_2(most_units(num_rows, ring.rows, num_programs)),
         BLOCKS=num_blocks,
         SPAN=span,
@@ -229,14 +230,14 @@ def _fetch(weight, tiles, ready, stage, row, piece, num_rows, GATED: gl.constexp
     """Load a block of W."""
     HALVES: gl.constexpr = 2 if GATED else 1
     mbarrier.expect(ready.index(stage), HALVES * weight.block_type.nbytes)
-    _fetch_tile(weight, [row, piece, 0], ready.index(stage), tiles.index(stage * HALVES))
+    fetch_tile(weight, [row, piece, 0], ready.index(stage), tiles.index(stage * HALVES))
     if GATED:
         up = [row + num_rows, piece, 0]
-        _fetch_tile(weight, up, ready.index(stage), tiles.index(stage * HALVES + 1))
+        fetch_tile(weight, up, ready.index(stage), tiles.index(stage * HALVES + 1))
 
 
 @gluon.jit
-def _following(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+def next_place(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
     """Where the program's next block of W is."""
     is_last = piece == (BLOCKS - 1) * FOLD
     row = gl.where(is_last, row + gl.num_programs(0) * ROWS, row)
@@ -244,7 +245,7 @@ def _following(row, piece, FOLD: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def _parts(source, size, LOADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+def parts_of(source, size, LOADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """A row in LOADS parts, as of _place; none of None."""
     found = ()
     if source is not None:
@@ -259,14 +260,14 @@ def _parts(source, size, LOADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.co
 @gluon.jit
 def _place(i: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the pieces of the i-th part of a row are."""
-    row = i * _PIECE_ROWS + gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    row = i * PART_PIECES + gl.arange(0, PART_PIECES, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     return row[:, None] * WIDTH + column[None, :]
 
 
 @gluon.jit
 def _row_squares(parts):
-    """[_PIECE_ROWS]: the sums of the squares of a part's pieces, over all parts. No warp waits for
+    """[PART_PIECES]: the sums of the squares of a part's pieces, over all parts. No warp waits for
     another one."""
     squares = parts[0].to(gl.float32) * parts[0].to(gl.float32)
     for i in gl.static_range(1, len(parts)):
@@ -291,7 +292,7 @@ def _times(parts, factor, weights, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _normed(parts, weights, size, eps, OFFSET: gl.constexpr):
+def normed_row(parts, weights, size, eps, OFFSET: gl.constexpr):
     """The RMS norm of a row; the row itself if the norm has no weights, that is, there is none."""
     if len(weights) > 0:
         parts = _times(parts, _rms_factor(_row_squares(parts), size, eps), weights, OFFSET)
@@ -299,7 +300,7 @@ def _normed(parts, weights, size, eps, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _stream(
+def stream_parts(
     x,
     residual,
     total,
@@ -313,9 +314,9 @@ def _stream(
 ):
     """The parts of x, or of what it or its norm is added to, as of DeferredNorm."""
     # What is used last is asked for first: all is, then, before a sum, for which threads wait.
-    before = _parts(residual, size, LOADS, WIDTH, LAYOUT)
-    parts = _parts(x, size, LOADS, WIDTH, LAYOUT)
-    parts = _normed(parts, branch_weights, size, eps, OFFSET)
+    before = parts_of(residual, size, LOADS, WIDTH, LAYOUT)
+    parts = parts_of(x, size, LOADS, WIDTH, LAYOUT)
+    parts = normed_row(parts, branch_weights, size, eps, OFFSET)
     if residual is not None:
         sums = ()
         for i in gl.static_range(LOADS):
@@ -332,15 +333,15 @@ def _stream(
 
 @gluon.jit
 def _largest(parts, FOLD: gl.constexpr):
-    """[_PIECE_ROWS]: the largest of the sizes of each piece and of those that are the same column,
+    """[PART_PIECES]: the largest of the sizes of each piece and of those that are the same column,
     which are FOLD apart. All of them are in one warp, so that none waits for another one."""
     sizes = gl.abs(parts[0].to(gl.float32))
     for i in gl.static_range(1, len(parts)):
         sizes = gl.maximum(sizes, gl.abs(parts[i].to(gl.float32)))
     of_pieces = gl.max(sizes, 1)
-    by_column = of_pieces.reshape([_PIECE_ROWS // FOLD, FOLD])
+    by_column = of_pieces.reshape([PART_PIECES // FOLD, FOLD])
     by_column = gl.maximum(by_column, gl.max(by_column, 0)[None, :])
-    return gl.convert_layout(by_column.reshape([_PIECE_ROWS]), of_pieces.type.layout)
+    return gl.convert_layout(by_column.reshape([PART_PIECES]), of_pieces.type.layout)
 
 
 @gluon.jit
@@ -353,7 +354,7 @@ def _store_in_two(part, factors, target):
 
 
 @gluon.jit
-def _first_row(unit, ROWS: gl.constexpr):
+def first_row(unit, ROWS: gl.constexpr):
     """The first of the rows that a program takes together."""
     return (gl.program_id(0) + unit * gl.num_programs(0)) * ROWS
 
@@ -372,7 +373,7 @@ def _row_scales(
     half, begins."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     place = gl.arange(0, UNITS * ROWS, layout=LAYOUT)
-    rows = gl.minimum(_first_row(place // ROWS, ROWS) + place % ROWS, num_rows - 1)
+    rows = gl.minimum(first_row(place // ROWS, ROWS) + place % ROWS, num_rows - 1)
     return gl.load(scales + (first + rows) // block_rows * stride)
 
 
@@ -451,14 +452,14 @@ def _linear_ring_kernel(
         instr_shape=[16, EACH * FOLD, 256 // BITS],
     )
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, FOLD, WIDTH], weight.layout)
-    x_parts = gl.allocate_shared_memory(DTYPE, [LOADS, EACH * _PIECE_ROWS, WIDTH], WHOLE)
+    x_parts = gl.allocate_shared_memory(DTYPE, [LOADS, EACH * PART_PIECES, WIDTH], WHOLE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales is not None:
-        row_squares = gl.allocate_shared_memory(gl.float32, [_PIECE_ROWS], FLAT)
-        column_scales = gl.allocate_shared_memory(gl.float32, [EACH * _PIECE_ROWS], FLAT)
+        row_squares = gl.allocate_shared_memory(gl.float32, [PART_PIECES], FLAT)
+        column_scales = gl.allocate_shared_memory(gl.float32, [EACH * PART_PIECES], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     LEFT: gl.constexpr = [STAGES * HALVES, ROWS * FOLD, WIDTH]
-    RIGHT: gl.constexpr = [LOADS * _PIECE_ROWS // FOLD, EACH * FOLD, WIDTH]
+    RIGHT: gl.constexpr = [LOADS * PART_PIECES // FOLD, EACH * FOLD, WIDTH]
     left = reinterpreted(tiles, LEFT, WHOLE)
     right = reinterpreted(x_parts, RIGHT, WHOLE)
     for each in gl.static_range(STAGES):
@@ -480,20 +481,20 @@ def _linear_ring_kernel(
     piece = 0
     for stage in range(gl.minimum(count, STAGES)):
         _fetch(weight, tiles, ready, stage, row, piece, num_rows, GATED)
-        row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
+        row, piece = next_place(row, piece, FOLD, BLOCKS, ROWS)
         if PDL:
             gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
-    branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
+    weights = parts_of(norm_weight, size, LOADS, WIDTH, PARTS)
+    branch_weights = parts_of(branch_weight, size, LOADS, WIDTH, PARTS)
     if HAS_ROW_SCALES:
         scale_halves.index(0).store(own_scales)
         if GATED:
             scale_halves.index(1).store(up_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
+    parts = stream_parts(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
     if scales is None:
-        parts = _normed(parts, weights, size, eps, OFFSET)
+        parts = normed_row(parts, weights, size, eps, OFFSET)
         for i in gl.static_range(LOADS):
             x_parts.index(i).store(parts[i].to(DTYPE))
     else:
@@ -504,15 +505,15 @@ def _linear_ring_kernel(
         piece_factors, piece_scales = scales_of_two(_largest(parts, FOLD))
         for i in gl.static_range(LOADS):
             _store_in_two(parts[i], piece_factors, x_parts.index(i))
-        column_scales.store(gl.join(piece_scales, piece_scales).reshape([EACH * _PIECE_ROWS]))
+        column_scales.store(gl.join(piece_scales, piece_scales).reshape([EACH * PART_PIECES]))
     fence_async_shared()
-    _barrier()
+    sync_threads()
     column_factors = None
     if scales is not None:
-        of_columns = reinterpreted(column_scales, [_PIECE_ROWS // FOLD, EACH * FOLD], FLAT)
+        of_columns = reinterpreted(column_scales, [PART_PIECES // FOLD, EACH * FOLD], FLAT)
         column_factors = of_columns.index(0).load(gl.SliceLayout(0, SUMS))
         if norm_weight is not None:
-            ALL: gl.constexpr = gl.BlockedLayout([_PIECE_ROWS], [32], [gl.num_warps()], [0])
+            ALL: gl.constexpr = gl.BlockedLayout([PART_PIECES], [32], [gl.num_warps()], [0])
             column_factors *= _rms_factor(row_squares.load(ALL), size, eps)
     none = gl.zeros([ROWS * FOLD, EACH * FOLD], gl.float32, SUMS)
     sum_row = gl.arange(0, ROWS * FOLD, layout=gl.SliceLayout(1, SUMS))
@@ -522,7 +523,7 @@ def _linear_ring_kernel(
     before = STAGES - 1
     for unit in range(num_units):
         if HAS_GROUPS:
-            own_rows = gl.minimum(_first_row(unit, ROWS) + sum_row // FOLD, num_rows - 1)
+            own_rows = gl.minimum(first_row(unit, ROWS) + sum_row // FOLD, num_rows - 1)
             own_scales = scales + own_rows // block_rows * scale_stride
             up_scales = scales + (num_rows + own_rows) // block_rows * scale_stride
         sums = none
@@ -544,9 +545,9 @@ def _linear_ring_kernel(
                 else:
                     acc = warpgroup_mma_wait(1, deps=[acc])
                 if (missing > 0) & (unit + block > 0):
-                    _barrier()  # All warps are done with the block before: its place is free.
+                    sync_threads()  # All warps are done with the block before: its place is free.
                     _fetch(weight, tiles, ready, before, row, piece, num_rows, GATED)
-                    row, piece = _following(row, piece, FOLD, BLOCKS, ROWS)
+                    row, piece = next_place(row, piece, FOLD, BLOCKS, ROWS)
                     missing -= 1
                 before = stage
                 is_end = stage == STAGES - 1
@@ -564,7 +565,7 @@ def _linear_ring_kernel(
         y = _by_row(sums, column_factors, FOLD)
         if HAS_ROW_SCALES:
             y *= scale_rows.index(unit).load(y.type.layout)
-        rows = _first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
+        rows = first_row(unit, ROWS) + gl.arange(0, ROWS, layout=y.type.layout)
         if HAS_BIAS:
             y += gl.load(bias + rows, mask=rows < num_rows, other=0.0).to(gl.float32)
         if GATED:
@@ -574,7 +575,7 @@ def _linear_ring_kernel(
             if HAS_BIAS:
                 shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
                 ups += shift.to(gl.float32)
-            y = _activate_gated(y, ups, EPILOGUE)
+            y = activate_gated(y, ups, EPILOGUE)
         else:
-            y = _activate(y, EPILOGUE)
+            y = activate(y, EPILOGUE)
         gl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < num_rows)

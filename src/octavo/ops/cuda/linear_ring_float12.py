@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
+from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.epilogues_hopper import activate, activate_gated
 from octavo.ops.cuda.float12 import (
     EXPONENT,
     MANTISSA,
@@ -33,29 +35,28 @@ from octavo.ops.cuda.float12 import (
     UNIT,
     Float12Weight,
 )
-from octavo.ops.cuda.linear_hopper import (
-    _activate,
-    _activate_gated,
-    _barrier,
-    _fetch_tile,
+from octavo.ops.cuda.hopper import (
+    fetch_tile,
+    reinterpreted,
     swizzled_descriptor,
+    sync_threads,
+    tiles_of_rows,
 )
-from octavo.ops.cuda.linear_hopper_quantized import reinterpreted, tiles_of_rows
-from octavo.ops.cuda.linear_ring import _PIECE_ROWS as _PART_PIECES
 from octavo.ops.cuda.linear_ring import (
-    _first_row,
-    _following,
-    _normed,
-    _parts,
-    _stream,
+    PART_PIECES,
+    first_row,
     most_units,
+    next_place,
     norm_tensors,
+    normed_row,
+    parts_of,
     pause_for,
     ring_memory,
+    stream_parts,
     useful_share,
 )
 from octavo.ops.cuda.pdl import launch_options
-from octavo.ops.cuda.tile_sizes import SM_REGISTERS, num_sms, power_of_2
+from octavo.ops.cuda.tile_sizes import SM_REGISTERS, power_of_2
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import DeferredNorm
 
@@ -195,7 +196,7 @@ def linear_ring_float12(
         OFFSET=0.0 if norm is None else norm.offset,
         STAGES=ring.stages,
         PAUSE=pause_for(ring.pause),
-        LOADS=triton.cdiv(num_blocks * ring.pieces, _PART_PIECES.value),
+        LOADS=triton.cdiv(num_blocks * ring.pieces, PART_PIECES.value),
         BLOCKS=num_blocks,
         UNITS=power_of_2(most_units(num_rows, ring.rows, num_programs)),
         EPILOGUE=int(epilogue),
@@ -220,9 +221,9 @@ def _fetch(sources, buffers, ready, stage, group, piece, num_groups, GATED: gl.c
     for half in gl.static_range(HALVES):
         place = stage * HALVES + half
         at = [group + half * num_groups, piece, 0]
-        _fetch_tile(signs, at, ready.index(stage), sign_tiles.index(place))
+        fetch_tile(signs, at, ready.index(stage), sign_tiles.index(place))
         at = [group + half * num_groups, piece, _SIGNS]
-        _fetch_tile(exponents, at, ready.index(stage), exponent_tiles.index(place))
+        fetch_tile(exponents, at, ready.index(stage), exponent_tiles.index(place))
 
 
 @gluon.jit
@@ -248,7 +249,7 @@ def _produce(
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1, pred=i >= STAGES)
         _fetch(sources, buffers, ready, stage, group, piece, num_groups, GATED)
-        group, piece = _following(group, piece, PIECES, BLOCKS, HEIGHT)
+        group, piece = next_place(group, piece, PIECES, BLOCKS, HEIGHT)
         if PDL and i < STAGES:
             gl.inline_asm_elementwise(PAUSE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -369,11 +370,11 @@ def _consume(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums_of_groups = reinterpreted(sums_of_warps, OF_GROUPS, PLAIN)
     right = tiles_of_rows(x_parts, _FOLD)
-    weights = _parts(norm_weight, size, LOADS, WIDTH, PARTS)
-    branch_weights = _parts(branch_weight, size, LOADS, WIDTH, PARTS)
+    weights = parts_of(norm_weight, size, LOADS, WIDTH, PARTS)
+    branch_weights = parts_of(branch_weight, size, LOADS, WIDTH, PARTS)
     own_group = gl.arange(0, OF_HALF, layout=gl.SliceLayout(1, RESULTS))
     place = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(0, RESULTS))
-    first = _first_row(own_group // HEIGHT, HEIGHT * _PIECE_ROWS)
+    first = first_row(own_group // HEIGHT, HEIGHT * _PIECE_ROWS)
     rows = (first + own_group % HEIGHT * _PIECE_ROWS)[:, None] + place[None, :]
     is_row = rows < num_rows
     factors = ()
@@ -385,12 +386,12 @@ def _consume(
             shifts += (gl.load(bias + of_half, mask=is_row, other=0.0),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    parts = _stream(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
-    parts = _normed(parts, weights, size, eps, OFFSET)
+    parts = stream_parts(x, residual, total, branch_weights, size, eps, OFFSET, LOADS, WIDTH, PARTS)
+    parts = normed_row(parts, weights, size, eps, OFFSET)
     for i in gl.static_range(LOADS):
         rounded = parts[i].to(gl.bfloat16).to(gl.float32)
         x_parts.index(i).store((rounded * _INPUT_FACTOR).to(gl.bfloat16))
-    _barrier()
+    sync_threads()
     none = gl.zeros([_FOLD * _PIECE_ROWS, _FOLD], gl.float32, LAYOUT)
     stage = 0
     phase = 0
@@ -416,7 +417,7 @@ def _consume(
             for i in gl.static_range(HEIGHT):
                 at = half * OF_HALF + unit * HEIGHT + i
                 sums_of_groups.index(at).store(_by_warp(sums[half * HEIGHT + i]))
-    _barrier()
+    sync_threads()
     halves = ()
     for half in gl.static_range(HALVES):
         y = gl.sum(sums_of_warps.index(half).load(ALL), 1)
@@ -425,7 +426,7 @@ def _consume(
             y += shifts[half].to(gl.float32)
         halves += (y,)  # type: ignore[assignment]
     own = halves[0]  # type: ignore[misc]
-    y = _activate_gated(own, halves[1], EPILOGUE) if GATED else _activate(own, EPILOGUE)  # type: ignore[misc]
+    y = activate_gated(own, halves[1], EPILOGUE) if GATED else activate(own, EPILOGUE)  # type: ignore[misc]
     gl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)
 
 
@@ -485,7 +486,7 @@ def _linear_ring_float12_kernel(
     OF_WARPS: gl.constexpr = [HALVES, UNITS * HEIGHT, gl.num_warps(), _PIECE_ROWS]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     sums_of_warps = gl.allocate_shared_memory(gl.float32, OF_WARPS, PLAIN)
-    x_parts = gl.allocate_shared_memory(gl.bfloat16, [LOADS, _PART_PIECES, _PIECE_INPUTS], WHOLE)
+    x_parts = gl.allocate_shared_memory(gl.bfloat16, [LOADS, PART_PIECES, _PIECE_INPUTS], WHOLE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(STAGES):

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from octavo.ops.cuda.announcing import EMPTY
-from octavo.ops.cuda.linear_hopper import _barrier
+from octavo.ops.cuda.hopper import sync_threads
 from octavo.ops.experts import Unrouted
 
 
@@ -97,7 +97,7 @@ def take_ticket(tickets, launch):
         ticket = gl.maximum(ticket, _add(tickets, -all_programs) - all_programs)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.store(gl.zeros([1], gl.int32, ONE) + ticket)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(is_told.index(0), count=1)
     return ticket
 

@@ -181,8 +181,8 @@ def _store_integers(values, rounded, start, end, size):
 @triton.jit
 def _store_in_two(values, top, places, size, inside, ROUNDING: tl.constexpr):
     """Store the two numbers of each value, `size` places apart; returns scales. They are
-    `scales_of_two` and `in_two` of two_float8.py, in Triton; or, with TOKENS_IN_TWO, `_in_two` of
-    expert_tables.py."""
+    `scales_of_two` and `in_two` of two_float8.py, in Triton; or, with TOKENS_IN_TWO, `split_in_two`
+    of expert_tables.py."""
     exponent = tl.maximum(top, 1e-30).to(tl.int32, bitcast=True) >> 23
     factor = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)

@@ -127,7 +127,7 @@ def route(
     grid = triton.cdiv(num_experts, cut.experts), num_tiles, cut.splits
     shape = cut.splits, num_tokens, num_experts
     logits = torch.empty(shape, dtype=torch.float32, device=x.device)
-    lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
+    lists = None if is_one else empty_lists(num_tokens, top_k, num_experts, x.device)
     marks = None if num_tiles == 1 else _empty_marks(num_tiles, top_k, num_experts, x.device)
     listed: tuple[Tensor | None, ...] = (None,) * 5
     if lists is not None and marks is None:
@@ -229,12 +229,13 @@ def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
         num_warps=4,
         **launch_options(ids.device),
     )
-    lists = _empty_lists(num_tokens, top_k, num_experts, ids.device)
+    lists = empty_lists(num_tokens, top_k, num_experts, ids.device)
     _list(marks, lists, top_k, num_hit)
     return lists
 
 
-def _empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> BlockLists:
+def empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> BlockLists:
+    """Lists with room for all that tokens may choose."""
     tokens = tokens_per_tile(num_tokens, num_experts, top_k)
     most = max_blocks(num_tokens, num_experts, top_k, tokens)
     rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
@@ -542,7 +543,7 @@ def _store_marks(marks, tile, tokens, columns, marked, counts, num_experts, mark
 
 
 @triton.jit
-def _choose_and_list(
+def choose_and_list(
     logits,
     tokens,
     columns,
@@ -615,7 +616,7 @@ def _choose_and_list(
 
 
 @triton.jit
-def _multiplied(piece, values, result, IEEE: tl.constexpr):
+def add_product(piece, values, result, IEEE: tl.constexpr):
     """result plus piece times values^T; with IEEE as exact as float32 is."""
     if IEEE:
         result = tl.dot(piece, tl.trans(values), result, input_precision="ieee")
@@ -754,13 +755,13 @@ def _route_kernel(
             values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
             loaded += (values,)  # type: ignore[assignment]
         for i in tl.static_range(AHEAD):  # no product waits for another one
-            result += _multiplied(pieces[i], loaded[i], zeros, IEEE)
+            result += add_product(pieces[i], loaded[i], zeros, IEEE)
         if AHEAD == 0:
             for start in range(0, size, COLUMNS):
                 inside = (columns < size - start)[None, :]
                 values = tl.load(places + start, mask=is_token[:, None] & inside, other=0.0)
                 piece = tl.load(weight_places + start, mask=inside, other=0.0)
-                result = _multiplied(piece, values, result, IEEE)
+                result = add_product(piece, values, result, IEEE)
     if bias is not None:
         shift = tl.load(bias + experts, mask=experts < num_experts, other=0.0).to(tl.float32)
         result += tl.where(split == 0, shift, 0.0)[:, None]
@@ -777,7 +778,7 @@ def _route_kernel(
         given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         for i in tl.static_range(1, SPLITS):
             given += tl.load(logit_rows + i * of_split + every[None, :], mask=is_given, other=0.0)
-        marks = _choose_and_list(
+        marks = choose_and_list(
             given,
             tokens,
             every,

@@ -51,7 +51,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from octavo.ops.cuda.announcing import EMPTY
-from octavo.ops.cuda.linear_hopper import _barrier, prefetch
+from octavo.ops.cuda.hopper import prefetch, sync_threads
 from octavo.ops.cuda.routing import LOWEST_KEY, NAN_KEY
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import RouterWeights
@@ -83,7 +83,7 @@ def prefetch_weights(norm_weight, router, num_experts, size):
 
 
 @gluon.jit
-def _load_row(
+def load_row(
     source, size, ROUNDS: gl.constexpr, A: gl.constexpr, B: gl.constexpr, BY: gl.constexpr
 ):
     """A row in ROUNDS parts; none of None. Volatile: the compiler keeps the order of loads."""
@@ -120,12 +120,12 @@ def load_weights(
     Loaded before the wait, they would delay programs that begin late, presumably since the wait
     ends after them.
     """
-    weights = _load_row(norm_weight, size, ROUNDS, A, B, BY)
+    weights = load_row(norm_weight, size, ROUNDS, A, B, BY)
     row = ()
     shift = 0.0
     if router is not None:
         expert = gl.minimum(expert, num_experts - 1)
-        row = _load_row(router + expert * size, size, ROUNDS, A, B, BY)
+        row = load_row(router + expert * size, size, ROUNDS, A, B, BY)
         if bias is not None:
             shift = gl.load(bias + expert, volatile=True).to(gl.float32)
     return weights, row, shift
@@ -146,8 +146,8 @@ def norm_row(
     of any, if it has none."""
     x, residual, eps = norm
     scales, row, shift = weights
-    before = _load_row(residual, size, ROUNDS, A, B, BY)
-    stream = _load_row(x, size, ROUNDS, A, B, BY)
+    before = load_row(residual, size, ROUNDS, A, B, BY)
+    stream = load_row(x, size, ROUNDS, A, B, BY)
     if residual is not None:
         sums = ()
         for i in gl.static_range(ROUNDS):
@@ -299,7 +299,7 @@ def end_choice(choice, state, num_experts, TOP_K: gl.constexpr, RENORMALISES: gl
         largest = _score_of(gl.max(gl.where(is_expert, _keys(logits), LOWEST_KEY), 0))
         total = gl.sum(gl.where(is_expert, gl.exp(logits - largest), 0.0), 0)
         score_places.index(TOP_K).store(gl.zeros([1], gl.float32, ONE) + total)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(is_told.index(0), count=1)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from octavo.ops.cuda.announcing import EMPTY, announced
 from octavo.ops.cuda.pdl import allow_next, launch_options, not_before, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_rounded
-from octavo.ops.cuda.routing import CudaRouter, _choose_and_list, _empty_lists, _multiplied
+from octavo.ops.cuda.routing import CudaRouter, add_product, choose_and_list, empty_lists
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.experts import Routed, RouterWeights
 from octavo.ops.norm import DeferredNorm
@@ -107,7 +107,7 @@ def norm_and_route(
     all_columns = max(power_of_2(size), rounding.group)
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
-    lists = _empty_lists(num_tokens, top_k, num_experts, device)
+    lists = empty_lists(num_tokens, top_k, num_experts, device)
     splits = triton.cdiv(size, _COLUMNS)
     is_softmax = config.scoring is Scoring.SOFTMAX
     _norm_and_route_kernel[(splits + num_tokens + 1,)](
@@ -236,7 +236,7 @@ def _leave_logits(
         # Otherwise all partial sums, and not their sum, would pass through shared memory.
         values = not_before(values, PDL)
     result = tl.zeros([EXPERTS, tokens.shape[0]], tl.float32)
-    result = _multiplied(piece, values, result, IEEE)
+    result = add_product(piece, values, result, IEEE)
     places = (split * num_tokens + tokens)[None, :] * num_experts + experts[:, None]
     is_stored = (experts < num_experts)[:, None] & is_token[None, :]
     tl.store(board + places, announced(result), mask=is_stored)
@@ -450,7 +450,7 @@ def _norm_and_route_kernel(
         shift += tl.load(bias + every, mask=every < num_experts, other=0.0).to(tl.float32)
     wait_previous(PDL)
     logits = _collect_logits(board, tokens, every, num_tokens, num_experts, SPLITS)
-    _choose_and_list(
+    choose_and_list(
         logits + shift[None, :],
         tokens,
         every,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-from triton.runtime import driver
-
 MUCH_SHARED_MEMORY = 160 << 10  # A100, H100 and later of their kind; others have 99 KB
 SM_REGISTERS = 65536
 MOST_REGISTERS = 255  # of a thread
@@ -20,19 +15,3 @@ def power_of_2(n: int) -> int:
 def registers_for(num_warps: int, per_sm: int = 1) -> int:
     """Registers of each thread with which so many programs of so many warps fit on an SM."""
     return min(MOST_REGISTERS, SM_REGISTERS // (32 * num_warps * per_sm) // 8 * 8)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; a CPU's interpreter has no limit."""
-    if device.type != "cuda":
-        return MUCH_SHARED_MEMORY
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
