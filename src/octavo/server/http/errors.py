@@ -59,6 +59,8 @@ REPLIES: dict[type[OctavoError], tuple[int, str]] = {
 
 
 class ErrorDetail(msgspec.Struct):
+    """What went wrong, and where."""
+
     message: str
     type: Annotated[str, Meta(description="The kind of error; one for each status.")]
     param: Annotated[str | None, Meta(description="The field at fault.")] = None

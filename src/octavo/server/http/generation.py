@@ -62,6 +62,8 @@ _STATELESS = "octavo keeps no requests"
 
 
 class StreamOptions(Body):
+    """What a stream says of its usage."""
+
     include_usage: bool | None = None
     """Send a last chunk with the usage and no choices."""
     continuous_usage_stats: bool | None = None

@@ -40,6 +40,8 @@ class New(Body):
 
 
 class Append(Body):
+    """Append tokens to a sequence."""
+
     op: Literal["append"]
     sequence: str
     tokens: Annotated[int, Integer(1, MAX_TOKENS)]
@@ -61,6 +63,8 @@ class Rewrite(Body):
 
 
 class Free(Body):
+    """End a sequence."""
+
     op: Literal["free"]
     sequence: str
 

@@ -22,10 +22,14 @@ STOPPED_BY = "The stop string or token id that ended the output; null for the mo
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """How many tokens of the prompts were cached."""
+
     cached_tokens: Annotated[int, Meta(description="Found in the prefix cache.")]
 
 
 class Usage(msgspec.Struct):
+    """How many tokens a request has taken."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -82,12 +86,16 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
+    """A token that is among the likeliest ones."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatTokenLogprob(msgspec.Struct, gc=False):
+    """A token of an answer, with its log-probability."""
+
     token: str
     logprob: float
     bytes: list[int]

@@ -56,6 +56,8 @@ class Tool(_Lenient):
 
 
 class NamedFunction(_Lenient):
+    """The function that has to be called."""
+
     name: Annotated[str, Field(min_length=1)]
     """One of the tools."""
 

@@ -41,6 +41,8 @@ class DrainBody(Body):
 
 
 class ReplicaState(msgspec.Struct, kw_only=True):
+    """How one replica is, and how much it has to do."""
+
     replica: int
     state: str
     pid: Annotated[int | None, Meta(description="Of its engine process.")]
@@ -50,6 +52,8 @@ class ReplicaState(msgspec.Struct, kw_only=True):
 
 
 class DrainState(msgspec.Struct, kw_only=True):
+    """Whether a drain is under way, and how the replicas are."""
+
     is_draining: bool
     error: Annotated[str | None, Meta(description="Why the last drain did not get to its end.")]
     replicas: list[ReplicaState]
@@ -88,11 +92,15 @@ class AbortBody(Body):
 
 
 class Aborted(msgspec.Struct, kw_only=True):
+    """Which of the requests that were named have been ended."""
+
     aborted: Annotated[list[str], Meta(description="Those that were open.")]
     unknown: Annotated[list[str], Meta(description="Those that were not.")]
 
 
 class Reset(msgspec.Struct, kw_only=True):
+    """The prefix cache has been emptied."""
+
     reset: Literal[True] = True
 
 

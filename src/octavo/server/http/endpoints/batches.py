@@ -53,12 +53,16 @@ class BatchBody(Body):
 
 
 class BatchCounts(msgspec.Struct):
+    """How many lines of a batch's input there are, and what has become of them."""
+
     total: int
     completed: int
     failed: int
 
 
 class BatchError(msgspec.Struct):
+    """Why a batch as a whole has failed."""
+
     code: str
     message: str
     param: None = None
@@ -66,11 +70,15 @@ class BatchError(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
+    """All errors of a batch as a whole."""
+
     object: Literal["list"] = "list"
     data: list[BatchError]
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch of requests: its files, and how far it has come."""
+
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
@@ -94,6 +102,8 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True):
+    """A page of the batches."""
+
     object: Literal["list"] = "list"
     data: list[BatchObject]
     first_id: str | None

@@ -117,22 +117,30 @@ class ChatBody(GenerationBody):
 
 
 class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of the tokens of a choice, or of a piece of it."""
+
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class FunctionCall(msgspec.Struct):
+    """The function that a call names, and its arguments."""
+
     name: str
     arguments: Annotated[str, Meta(description="A JSON object, as the model wrote it.")]
 
 
 class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
 
 
 class AssistantMessage(msgspec.Struct):
+    """A whole answer."""
+
     content: Annotated[str | None, Meta(description="null: there are calls of tools alone.")]
     role: Literal["assistant"] = "assistant"
     refusal: None = None
@@ -142,11 +150,15 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(Choice, kw_only=True):
+    """One of the answers to a conversation."""
+
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Reply, kw_only=True):
+    """The reply to a conversation, if it is not a stream."""
+
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
@@ -155,6 +167,8 @@ class ChatCompletion(Reply, kw_only=True):
 
 
 class FunctionCallDelta(msgspec.Struct):
+    """A piece of a call's arguments; the first one has the function's name."""
+
     name: str | UnsetType = UNSET
     arguments: str = ""
 
@@ -169,6 +183,8 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
+    """What a chunk adds to an answer."""
+
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
@@ -177,12 +193,16 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(Choice, kw_only=True):
+    """A piece of one of the answers."""
+
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(Reply, kw_only=True):
+    """An event of a stream."""
+
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET

@@ -61,6 +61,8 @@ class CompletionBody(GenerationBody):
 
 
 class CompletionChoice(Choice, kw_only=True):
+    """One continuation of a prompt, or a piece of it in a stream."""
+
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # left out of streams
@@ -68,6 +70,8 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Completion(Reply, kw_only=True):
+    """The reply to prompts, or an event of its stream."""
+
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET

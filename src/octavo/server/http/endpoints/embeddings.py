@@ -52,17 +52,23 @@ class EmbeddingBody(PromptBody):
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
+    """The embedding of one input."""
+
     object: Literal["embedding"] = "embedding"
     index: Annotated[int, Meta(description="Of the input.")]
     embedding: list[float] | str
 
 
 class EmbeddingUsage(msgspec.Struct):
+    """How many tokens the inputs had."""
+
     prompt_tokens: int
     total_tokens: int
 
 
 class Embeddings(msgspec.Struct, kw_only=True):
+    """The embeddings of all inputs of a request."""
+
     object: Literal["list"] = "list"
     id: str
     created: int

@@ -28,6 +28,8 @@ BatchLimit = Annotated[int, Query(ge=1, le=100)]
 
 
 class FileObject(msgspec.Struct, kw_only=True):
+    """A file that the server keeps."""
+
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -38,6 +40,8 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 class FileList(msgspec.Struct, kw_only=True):
+    """A page of the files."""
+
     object: Literal["list"] = "list"
     data: list[FileObject]
     first_id: str | None
@@ -46,6 +50,8 @@ class FileList(msgspec.Struct, kw_only=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True):
+    """A file has been deleted."""
+
     id: str
     object: Literal["file"] = "file"
     deleted: bool = True

@@ -107,6 +107,8 @@ class ForkStarted(msgspec.Struct, kw_only=True):
 
 
 class Cancelled(msgspec.Struct, kw_only=True):
+    """A fork's children have been ended."""
+
     id: str
     object: Literal["fork"] = "fork"
     cancelled: Annotated[int, Meta(description="Children that had not ended.")]

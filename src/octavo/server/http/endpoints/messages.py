@@ -118,12 +118,16 @@ class ThinkingOptions(Lenient):
 
 
 class OutputFormat(Body):
+    """A form that the output has to have."""
+
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     """A JSON schema."""
 
 
 class OutputConfig(Body):
+    """The form of the output, and how much the model thinks."""
+
     format: OutputFormat | None = None
     """The form of the output, as in output_format."""
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -179,6 +183,8 @@ class MessagesBody(CountTokensBody):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
+    """How many tokens a message has taken."""
+
     input_tokens: Annotated[int, Meta(description="That were not cached.")]
     output_tokens: int
     cache_creation_input_tokens: int = 0
@@ -187,6 +193,8 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
+    """The reply to a conversation, if it is not a stream."""
+
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -206,6 +214,8 @@ class MessageEvent(msgspec.Struct):
 
 
 class TokenCount(msgspec.Struct):
+    """How many tokens a conversation has as a prompt."""
+
     input_tokens: int
 
 

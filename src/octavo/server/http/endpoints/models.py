@@ -31,6 +31,8 @@ COUNTED_AS: dict[State, str] = {
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """A name by which requests may ask for the model, and the model's limits."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -50,6 +52,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """All names of the model."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
@@ -65,17 +69,23 @@ class ReplicaCounts(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
+    """The server takes requests."""
+
     status: Literal["ok"] = "ok"
     replicas: ReplicaCounts
 
 
 class Load(msgspec.Struct, kw_only=True):
+    """How many requests the server has."""
+
     server_load: Annotated[int, Meta(description="Requests that are open, of all replicas.")]
     num_running: Annotated[int, Meta(description="Those that have blocks of the KV cache.")]
     num_waiting: Annotated[int, Meta(description="Those that have not begun, or were swapped out.")]
 
 
 class Version(msgspec.Struct):
+    """octavo's version."""
+
     version: str
 
 

@@ -38,6 +38,8 @@ class PrefixBody(Body):
 
 
 class PinnedPrefix(msgspec.Struct, kw_only=True):
+    """A prefix whose blocks stay in the cache."""
+
     name: str
     object: Literal["prefix"] = "prefix"
     num_tokens: Annotated[int, Meta(description="Whole blocks of the prefix.")]
@@ -45,11 +47,15 @@ class PinnedPrefix(msgspec.Struct, kw_only=True):
 
 
 class PrefixList(msgspec.Struct, kw_only=True):
+    """All prefixes that are pinned."""
+
     object: Literal["list"] = "list"
     data: list[PinnedPrefix]
 
 
 class Deleted(msgspec.Struct, kw_only=True):
+    """A prefix is pinned no more."""
+
     name: str
     object: Literal["prefix"] = "prefix"
     deleted: bool = True

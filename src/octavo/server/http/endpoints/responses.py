@@ -121,11 +121,15 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
+    """The form of the output's text."""
+
     format: TextFormat | None = None
     verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
 
 
 class ReasoningOptions(Body):
+    """How much the model thinks, and how that is shown."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """How much the model thinks, if its chat template knows it."""
     summary: Annotated[object, Refused("reasoning is shown whole", ("auto", "none"))] = None
@@ -133,6 +137,8 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
+    """Options of a stream."""
+
     include_obfuscation: Annotated[object, Refused(_UNSUPPORTED, (False,))] = None
 
 
@@ -199,6 +205,8 @@ class ResponsesBody(PromptBody):
 
 
 class OutputText(msgspec.Struct, kw_only=True):
+    """The text of a message."""
+
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[None] = []
@@ -206,11 +214,15 @@ class OutputText(msgspec.Struct, kw_only=True):
 
 
 class ReasoningText(msgspec.Struct, kw_only=True):
+    """The text of a reasoning."""
+
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class OutputMessage(msgspec.Struct, kw_only=True):
+    """An item of the output: what the model answers."""
+
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -219,6 +231,8 @@ class OutputMessage(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
+    """An item of the output: what the model thought."""
+
     id: str
     type: Literal["reasoning"] = "reasoning"
     status: str
@@ -227,6 +241,8 @@ class ReasoningItem(msgspec.Struct, kw_only=True):
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True):
+    """An item of the output: a call of a function."""
+
     id: str
     type: Literal["function_call"] = "function_call"
     status: str
@@ -239,15 +255,21 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
+    """How many tokens of the input were cached."""
+
     cached_tokens: int
     cache_write_tokens: Annotated[int, Meta(description="Always 0: writing costs nothing.")] = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
+    """How many tokens of the output are reasoning."""
+
     reasoning_tokens: Annotated[int, Meta(description="Of its text, when it is tokenized again.")]
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
+    """How many tokens a response has taken."""
+
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -256,6 +278,8 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response: the output so far, and the options that it was asked for with."""
+
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -306,6 +330,8 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
+    """A response has been deleted."""
+
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True

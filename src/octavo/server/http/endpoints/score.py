@@ -50,6 +50,8 @@ class ScoreBody(PromptBody):
 
 
 class Score(msgspec.Struct, kw_only=True):
+    """How likely a continuation is after its prompt."""
+
     object: Literal["score"] = "score"
     index: Annotated[int, Meta(description="Of the pair.")]
     score: Annotated[float, Meta(description="Sum of the log-probabilities.")]
@@ -59,12 +61,16 @@ class Score(msgspec.Struct, kw_only=True):
 
 
 class ScoreUsage(msgspec.Struct):
+    """How many tokens the pairs had."""
+
     prompt_tokens: Annotated[int, Meta(description="Prompts and continuations.")]
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
 class Scores(msgspec.Struct, kw_only=True):
+    """The scores of all pairs of a request."""
+
     object: Literal["list"] = "list"
     id: str
     created: int

@@ -45,6 +45,8 @@ class DetokenizeBody(Body):
 
 
 class Tokens(msgspec.Struct):
+    """The tokens of a prompt or a conversation."""
+
     tokens: list[int]
     count: int
     max_model_len: int
@@ -52,6 +54,8 @@ class Tokens(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
+    """The model's tokenizer."""
+
     tokenizer_class: Annotated[str, Meta(description="The class of transformers for its files.")]
     bos_token: str | None
     eos_token: str | None
@@ -63,6 +67,8 @@ class TokenizerInfo(msgspec.Struct):
 
 
 class Text(msgspec.Struct):
+    """The text of some tokens."""
+
     prompt: str
 
 
