@@ -29,7 +29,6 @@ MAX_OPEN = 64  # requests of a batch at once
 MAX_BATCHES = 1_000
 MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
-METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
 logger = logging.getLogger(__name__)
 

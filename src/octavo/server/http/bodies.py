@@ -9,11 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
@@ -33,6 +34,7 @@ MAX_MESSAGE = 256  # characters of a message by pydantic
 # longest are arrays, objects and the members of objects, and no body needs many.
 MAX_NODES = 1 << 16
 UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
+NOT_SUPPORTED = "octavo does not support it"  # why a field is refused
 # pydantic's error types -> the API's error codes; every other type is an invalid value.
 CODES = {
     "json_invalid": "invalid_json",
@@ -40,6 +42,12 @@ CODES = {
     UNKNOWN: UNKNOWN,
     UNSUPPORTED: UNSUPPORTED,
 }
+
+# A client's own notes on what it asks for, within OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 
 _STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings
 

@@ -19,7 +19,15 @@ from octavo.sampling_params import (
     BeamSearchParams,
     SamplingParams,
 )
-from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Integer, Refused, same_json
+from octavo.server.http.bodies import (
+    FAIL_FAST,
+    NOT_SUPPORTED,
+    WHOLE_FLOATS,
+    Body,
+    Integer,
+    Refused,
+    same_json,
+)
 from octavo.server.http.errors import refused
 from octavo.server.http.gate import REQUEST_ID
 from octavo.server.http.keys import MAX_SALT
@@ -56,7 +64,6 @@ Biases = Annotated[
     ),
 ]
 
-_UNSUPPORTED = "octavo does not support it"
 _STRUCTURED = "use structured_outputs or response_format"
 _STATELESS = "octavo keeps no requests"
 
@@ -167,21 +174,21 @@ class GenerationBody(PromptBody):
     )
     # SGLang's, which its router sends with every request.
     no_stop_trim: Annotated[object, Refused("use include_stop_str_in_output", (False,))] = None
-    return_hidden_states: Annotated[object, Refused(_UNSUPPORTED, (False,))] = None
+    return_hidden_states: Annotated[object, Refused(NOT_SUPPORTED, (False,))] = None
     regex: Annotated[object, Refused(_STRUCTURED)] = None
     ebnf: Annotated[object, Refused(_STRUCTURED)] = None
     json_schema: Annotated[object, Refused(_STRUCTURED)] = None
     lora_path: Annotated[object, Refused("octavo has no adapters")] = None
     session_params: Annotated[object, Refused(_STATELESS)] = None
-    service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
+    service_tier: Annotated[object, Refused(NOT_SUPPORTED, ("auto", "default"))] = None
     store: Annotated[object, Refused(_STATELESS, (False,))] = None
     metadata: Annotated[object, Refused(_STATELESS, ({},))] = None
     guided_json: Annotated[object, Refused(_STRUCTURED)] = None
     guided_regex: Annotated[object, Refused(_STRUCTURED)] = None
     guided_choice: Annotated[object, Refused(_STRUCTURED)] = None
     guided_grammar: Annotated[object, Refused(_STRUCTURED)] = None
-    spaces_between_special_tokens: Annotated[object, Refused(_UNSUPPORTED, (True,))] = None
-    logits_processors: Annotated[object, Refused(_UNSUPPORTED)] = None
+    spaces_between_special_tokens: Annotated[object, Refused(NOT_SUPPORTED, (True,))] = None
+    logits_processors: Annotated[object, Refused(NOT_SUPPORTED)] = None
 
 
 # The values that sampling fields may have beside a beam width: clients send them by default.

@@ -7,16 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta
-from pydantic import Field
 
 from octavo.server.http.batches import (
-    METADATA_ENTRIES,
-    METADATA_KEY,
-    METADATA_VALUE,
     BatchRecord,
     Status,
 )
-from octavo.server.http.bodies import Body
+from octavo.server.http.bodies import Body, Metadata
 from octavo.server.http.context import context_of, reply, tenant_of
 from octavo.server.http.endpoints.files import BatchLimit
 from octavo.server.http.schema import documented
@@ -39,16 +35,7 @@ class BatchBody(Body):
     """The endpoint that all requests of the batch go to."""
     completion_window: Literal["24h"]
     """What is not answered by then is given up."""
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=METADATA_KEY)],
-                Annotated[str, Field(max_length=METADATA_VALUE)],
-            ],
-            Field(max_length=METADATA_ENTRIES),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     """Notes of your own: at most 16."""
 
 

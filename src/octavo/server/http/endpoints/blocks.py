@@ -244,6 +244,13 @@ class Words:
         return field
 
 
+def needed(value: Any, where: str) -> Any:
+    """The value of a field that may not be missing there."""
+    if value is None:
+        raise ApiError(400, f"{where}: it is missing", where, "missing_field")
+    return value
+
+
 async def answer_chat(
     request: Request, body: ChatBody, writer: type[BlockWriter] | Any, words: Words
 ) -> Response:

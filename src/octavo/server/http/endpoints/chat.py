@@ -24,7 +24,7 @@ from octavo.parsing.events import (
 from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
-from octavo.server.http.bodies import UNSUPPORTED, Integer, Refused
+from octavo.server.http.bodies import NOT_SUPPORTED, UNSUPPORTED, Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import (
     ASSISTANT,
@@ -60,7 +60,6 @@ CLIENT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 EXAMPLE = {"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 40}
 
 _USE_TOOLS = "use tools"
-_UNSUPPORTED = "octavo does not support it"
 REASONING = "What the model thought; only if it did."
 SAME_REASONING = "The same as reasoning_content."
 
@@ -106,9 +105,9 @@ class ChatBody(GenerationBody):
     function_call: Annotated[object, Refused(_USE_TOOLS, ("none", "auto"))] = None
     modalities: Annotated[object, Refused("octavo answers in text", (["text"],))] = None
     audio: Annotated[object, Refused("octavo answers in text")] = None
-    prediction: Annotated[object, Refused(_UNSUPPORTED)] = None
-    verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
-    web_search_options: Annotated[object, Refused(_UNSUPPORTED)] = None
+    prediction: Annotated[object, Refused(NOT_SUPPORTED)] = None
+    verbosity: Annotated[object, Refused(NOT_SUPPORTED, ("medium",))] = None
+    web_search_options: Annotated[object, Refused(NOT_SUPPORTED)] = None
     # SGLang's.
     separate_reasoning: Annotated[object, Refused("it always is", (True,))] = None
     stream_reasoning: Annotated[object, Refused("it always is", (True,))] = None

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 from pydantic import Field
 
-from octavo.server.http.bodies import FAIL_FAST, Body, Integer, Refused
+from octavo.server.http.bodies import FAIL_FAST, NOT_SUPPORTED, Body, Integer, Refused
 from octavo.server.http.context import context_of, reply
 from octavo.server.http.conversations import ASSISTANT, TOOL, ChatMessage
 from octavo.server.http.endpoints import chat
@@ -26,6 +26,7 @@ from octavo.server.http.endpoints.blocks import (
     Words,
     answer_chat,
     chat_body,
+    needed,
     new_writer,
     parsed_arguments,
 )
@@ -52,7 +53,6 @@ WORDS, CONFIG_WORDS = (
     for name in ("output_format", "output_config.format")
 )
 IGNORED_BLOCKS = ("redacted_thinking",)
-_UNSUPPORTED = "octavo does not support it"
 
 
 class ContentBlock(Lenient):
@@ -80,6 +80,8 @@ class ResultBlock(Lenient):
 
 
 class SystemBlock(Lenient):
+    """A part of what the model is told before the conversation: text."""
+
     type: Literal["text"]
     text: str
 
@@ -104,6 +106,8 @@ class MessageTool(Lenient):
 
 
 class MessageToolChoice(Lenient):
+    """Which tools the model may call, or has to."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     """The tool that is to be called, with the type tool."""
@@ -112,6 +116,8 @@ class MessageToolChoice(Lenient):
 
 
 class ThinkingOptions(Lenient):
+    """Whether the model thinks, and for how long."""
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Integer(1)] | None = None
     """The longest reasoning, in tokens."""
@@ -135,6 +141,8 @@ class OutputConfig(Body):
 
 
 class MessageMetadata(Lenient):
+    """Who asks."""
+
     user_id: Annotated[str, Field(max_length=128)] | None = None
     """Goes to the request log, if it is on."""
 
@@ -152,8 +160,8 @@ class CountTokensBody(PromptBody):
     output_config: OutputConfig | None = None
 
     thread: Annotated[object, Refused("send the whole conversation with each request")] = None
-    mcp_servers: Annotated[object, Refused(_UNSUPPORTED, ([],))] = None
-    context_management: Annotated[object, Refused(_UNSUPPORTED, ({},))] = None
+    mcp_servers: Annotated[object, Refused(NOT_SUPPORTED, ([],))] = None
+    context_management: Annotated[object, Refused(NOT_SUPPORTED, ({},))] = None
     cache_control: dict[str, Any] | None = None
     """A hint that is not needed: equal prefixes are shared by themselves."""
 
@@ -174,9 +182,9 @@ class MessagesBody(CountTokensBody):
     """Send the answer as server-sent events."""
     metadata: MessageMetadata | None = None
 
-    container: Annotated[object, Refused(_UNSUPPORTED)] = None
-    service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "standard_only"))] = None
-    inference_geo: Annotated[object, Refused(_UNSUPPORTED)] = None
+    container: Annotated[object, Refused(NOT_SUPPORTED)] = None
+    service_tier: Annotated[object, Refused(NOT_SUPPORTED, ("auto", "standard_only"))] = None
+    inference_geo: Annotated[object, Refused(NOT_SUPPORTED)] = None
 
 
 # ---------------------------------------------------------------- what is sent
@@ -424,13 +432,13 @@ def _assistants(content: Sequence[ContentBlock], where: str, calls: set[str]) ->
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
         if block.type == "text":
-            texts.append(_needed(block.text, f"{place}.text"))
+            texts.append(needed(block.text, f"{place}.text"))
         elif block.type == "thinking":
-            thoughts.append(_needed(block.thinking, f"{place}.thinking"))
+            thoughts.append(needed(block.thinking, f"{place}.thinking"))
         elif block.type == "tool_use":
-            call_id = _needed(block.id, f"{place}.id")
-            arguments = json.dumps(_needed(block.input, f"{place}.input"))
-            name = _needed(block.name or None, f"{place}.name")
+            call_id = needed(block.id, f"{place}.id")
+            arguments = json.dumps(needed(block.input, f"{place}.input"))
+            name = needed(block.name or None, f"{place}.name")
             made.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
             calls.add(call_id)
         elif block.type not in IGNORED_BLOCKS:
@@ -452,9 +460,9 @@ def _users(
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
         if block.type == "text":
-            texts.append(_needed(block.text, f"{place}.text"))
+            texts.append(needed(block.text, f"{place}.text"))
         elif block.type == "tool_result":
-            call_id = _needed(block.tool_use_id, f"{place}.tool_use_id")
+            call_id = needed(block.tool_use_id, f"{place}.tool_use_id")
             if call_id not in calls:
                 raise refused(
                     f"{place}.tool_use_id", f"there is no tool_use {call_id[:64]!r} before it"
@@ -476,19 +484,13 @@ def _result(content: str | Sequence[ResultBlock], where: str) -> str:
     for i, block in enumerate(content):
         if block.type != "text":
             raise _unreadable(block.type, f"{where}[{i}]")
-    texts = [_needed(block.text, f"{where}[{i}].text") for i, block in enumerate(content)]
+    texts = [needed(block.text, f"{where}[{i}].text") for i, block in enumerate(content)]
     return "\n\n".join(texts)
 
 
 def _unreadable(kind: str, where: str) -> ApiError:
     reason = f"{kind[:64]!r} is not supported here; octavo reads text and calls of tools"
     return refused(f"{where}.type", reason, "unsupported_field")
-
-
-def _needed(value: Any, where: str) -> Any:
-    if value is None:
-        raise ApiError(400, f"{where}: it is missing", where, "missing_field")
-    return value
 
 
 def _shown(block: Block) -> dict[str, Any]:

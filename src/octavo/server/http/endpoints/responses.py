@@ -12,7 +12,15 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Meta, UnsetType
 from pydantic import Field
 
-from octavo.server.http.bodies import FAIL_FAST, Body, Integer, Refused, check_num_nodes
+from octavo.server.http.bodies import (
+    FAIL_FAST,
+    NOT_SUPPORTED,
+    Body,
+    Integer,
+    Metadata,
+    Refused,
+    check_num_nodes,
+)
 from octavo.server.http.context import context_of, reply, request_id_of, tenant_of
 from octavo.server.http.conversations import ASSISTANT, TOOL, ChatMessage
 from octavo.server.http.endpoints.blocks import (
@@ -27,6 +35,7 @@ from octavo.server.http.endpoints.blocks import (
     Words,
     answer_chat,
     chat_body,
+    needed,
     new_writer,
 )
 from octavo.server.http.errors import ApiError, ErrorDetail, refused
@@ -37,7 +46,6 @@ from octavo.server.http.tools import MAX_TOOLS
 router = APIRouter(tags=["OpenAI"])
 
 MAX_ITEMS = 4_096
-METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 EXAMPLE = {"input": "What is a cat?", "max_output_tokens": 40}
 WORDS = Words(
     {
@@ -53,7 +61,6 @@ WORDS = Words(
 )
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-_UNSUPPORTED = "octavo does not support it"
 
 
 class InputPart(Lenient):
@@ -124,7 +131,7 @@ class TextOptions(Body):
     """The form of the output's text."""
 
     format: TextFormat | None = None
-    verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
+    verbosity: Annotated[object, Refused(NOT_SUPPORTED, ("medium",))] = None
 
 
 class ReasoningOptions(Body):
@@ -139,7 +146,7 @@ class ReasoningOptions(Body):
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
-    include_obfuscation: Annotated[object, Refused(_UNSUPPORTED, (False,))] = None
+    include_obfuscation: Annotated[object, Refused(NOT_SUPPORTED, (False,))] = None
 
 
 class ResponsesBody(PromptBody):
@@ -177,19 +184,10 @@ class ResponsesBody(PromptBody):
     stream: bool | None = None
     """Send the response as server-sent events."""
     stream_options: ResponseStreamOptions | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=METADATA_KEY)],
-                Annotated[str, Field(max_length=METADATA_VALUE)],
-            ],
-            Field(max_length=METADATA_ENTRIES),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     """Notes of your own, which the response repeats: at most 16."""
 
-    include: Annotated[object, Refused(_UNSUPPORTED, ([], ["reasoning.encrypted_content"]))] = None
+    include: Annotated[object, Refused(NOT_SUPPORTED, ([], ["reasoning.encrypted_content"]))] = None
     truncation: Annotated[
         object, Refused("use truncate_prompt_tokens, which cuts by tokens", ("disabled",))
     ] = None
@@ -198,7 +196,7 @@ class ResponsesBody(PromptBody):
     conversation: Annotated[object, Refused("use previous_response_id")] = None
     prompt: Annotated[object, Refused("use instructions and input")] = None
     max_tool_calls: Annotated[object, Refused("octavo calls no tools itself")] = None
-    service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
+    service_tier: Annotated[object, Refused(NOT_SUPPORTED, ("auto", "default"))] = None
 
 
 # ---------------------------------------------------------------- what is sent
@@ -573,8 +571,8 @@ def input_messages(
     for i, item in enumerate(given):
         where = f"input[{i}]"
         if item.type in (None, "message"):
-            role = _needed(item.role, f"{where}.role")
-            text = _text(_needed(item.content, f"{where}.content"), f"{where}.content")
+            role = needed(item.role, f"{where}.role")
+            text = _text(needed(item.content, f"{where}.content"), f"{where}.content")
             if role == ASSISTANT:
                 assistant().setdefault("content", []).append(text)
             else:
@@ -585,18 +583,18 @@ def input_messages(
             text = _text(thoughts, f"{where}.content")
             assistant().setdefault("reasoning_content", []).append(text)
         elif item.type == "function_call":
-            call_id = _needed(item.call_id, f"{where}.call_id")
-            arguments = _needed(item.arguments, f"{where}.arguments")
+            call_id = needed(item.call_id, f"{where}.call_id")
+            arguments = needed(item.arguments, f"{where}.arguments")
             if not _is_object(arguments):
                 raise refused(f"{where}.arguments", "it is not the text of a JSON object")
-            function = {"name": _needed(item.name, f"{where}.name"), "arguments": arguments}
+            function = {"name": needed(item.name, f"{where}.name"), "arguments": arguments}
             calls.add(call_id)
             assistant().setdefault("tool_calls", []).append({"id": call_id, "function": function})
         else:
-            call_id = _needed(item.call_id, f"{where}.call_id")
+            call_id = needed(item.call_id, f"{where}.call_id")
             if call_id not in calls:
                 raise refused(f"{where}.call_id", f"there is no call {call_id[:64]!r} before it")
-            text = _text(_needed(item.output, f"{where}.output"), f"{where}.output")
+            text = _text(needed(item.output, f"{where}.output"), f"{where}.output")
             messages.append({"role": TOOL, "tool_call_id": call_id, "content": text})
     for message in messages:
         for name in ("content", "reasoning_content"):
@@ -689,12 +687,6 @@ def _num_characters(message: ChatMessage) -> int:
     return sum(map(len, texts))
 
 
-def _needed(value: Any, where: str) -> Any:
-    if value is None:
-        raise ApiError(400, f"{where}: it is missing", where, "missing_field")
-    return value
-
-
 def _text(content: str | Sequence[InputPart], where: str) -> str:
     """The text of a content; ApiError if a part of it is something else."""
     if isinstance(content, str):
@@ -703,7 +695,7 @@ def _text(content: str | Sequence[InputPart], where: str) -> str:
         if part.type not in TEXT_PARTS:
             reason = f"{part.type[:64]!r} is not supported; octavo reads text"
             raise refused(f"{where}[{i}].type", reason, "unsupported_field")
-        _needed(part.text or part.refusal, f"{where}[{i}].text")
+        needed(part.text or part.refusal, f"{where}[{i}].text")
     return "".join(part.text or part.refusal or "" for part in content)
 
 
