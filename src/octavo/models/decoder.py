@@ -160,8 +160,8 @@ class AroundNormLayer(PreNormLayer):
         self.branch_norm = make_norm(config.norm)
 
 
-class BranchNormLayer(DecoderLayer):
-    """Each block's result is normalised, and its input is not (OLMo 2)."""
+class NormAfterLayer(DecoderLayer):
+    """A norm follows each block. Between such layers, hidden is complete and residual None."""
 
     passes_partial_sums = False
 
@@ -177,37 +177,7 @@ class BranchNormLayer(DecoderLayer):
         backend: AttentionBackend,
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
-        """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
-        assert isinstance(hidden, Tensor)
-        attended = self.attention.forward(hidden, backend, may_round=indices is None)
-        if indices is not None:
-            assert isinstance(attended, Tensor)
-            attended, hidden = attended[indices], hidden[indices]
-        branch = self.attention.output.project_partial(attended)
-        hidden = self.attention_norm.add_normed(branch, hidden)
-        mixed = self.mlp.forward(hidden)
-        assert isinstance(mixed, Tensor), "a norm takes one result: there is no shared expert"
-        return self.mlp_norm.add_normed(mixed, hidden), None
-
-
-class PostNormLayer(DecoderLayer):
-    """The residual stream is normalised after each block (OPT-350m)."""
-
-    passes_partial_sums = False
-
-    @staticmethod
-    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
-        """See DecoderLayer.reduction_sites."""
-        return ReductionSite.ATTENTION, ReductionSite.MLP
-
-    def forward(
-        self,
-        hidden: Branches,
-        residual: Tensor | None,
-        backend: AttentionBackend,
-        indices: Tensor | None = None,
-    ) -> tuple[Branches, Tensor | None]:
-        """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
+        """See DecoderLayer.forward."""
         assert isinstance(hidden, Tensor)
         attended = self.attention.forward(hidden, backend, may_round=indices is None)
         attended, hidden = self._read_encoder(attended, hidden, backend)
@@ -215,14 +185,32 @@ class PostNormLayer(DecoderLayer):
             assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
         branch = self.last_attention.output.project_partial(attended)
-        hidden, _ = self.norm_of_last_attention.forward(branch, hidden)
-        hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
-        return hidden, None
+        hidden = self._add(branch, hidden, self.norm_of_last_attention)
+        return self._add(self.mlp.forward(hidden), hidden, self.mlp_norm), None
 
     @property
     def norm_of_last_attention(self) -> Norm:
         """The norm that follows `last_attention`."""
         return self.attention_norm
+
+    def _add(self, branch: Branches, hidden: Tensor, norm: Norm) -> Tensor:
+        """The residual stream after a block, with the norm that follows it."""
+        raise NotImplementedError
+
+
+class BranchNormLayer(NormAfterLayer):
+    """Each block's result is normalised, and its input is not (OLMo 2)."""
+
+    def _add(self, branch: Branches, hidden: Tensor, norm: Norm) -> Tensor:
+        assert isinstance(branch, Tensor), "a norm takes one result: there is no shared expert"
+        return norm.add_normed(branch, hidden)
+
+
+class PostNormLayer(NormAfterLayer):
+    """The residual stream is normalised after each block (OPT-350m)."""
+
+    def _add(self, branch: Branches, hidden: Tensor, norm: Norm) -> Tensor:
+        return norm.forward(branch, hidden)[0]
 
 
 class ParallelLayer(DecoderLayer):
@@ -322,7 +310,7 @@ class PostNormCrossLayer(CrossLayer, PostNormLayer):
 
     @property
     def norm_of_last_attention(self) -> Norm:
-        """See PostNormLayer.norm_of_last_attention."""
+        """See NormAfterLayer.norm_of_last_attention."""
         return self.cross_norm
 
 
