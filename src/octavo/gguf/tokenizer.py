@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from tokenizers import (
     AddedToken,
@@ -27,6 +26,7 @@ from tokenizers import (
 
 from octavo.errors import ModelError, shown
 from octavo.gguf.file import GgufFile
+from octavo.sentencepiece import SPACE_MARK, PieceType
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ PREFIX = "tokenizer.ggml."
 TOKENS, TYPES, SCORES, MERGES = (
     PREFIX + name for name in ("tokens", "token_type", "scores", "merges")
 )
+UNDEFINED = 0  # a type of token that SentencePiece does not have
 DEFAULT_SPLITTING = "default"  # also what files mean that do not name one
-SPACE_MARK = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Ids of SentencePiece's tokens in files that do not say them.
 SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
@@ -50,18 +50,6 @@ END_TOKENS = frozenset(
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 # Fills up a vocabulary to the number of rows of the model's table.
 PADDING_TOKEN = re.compile(r"\[PAD\d+\]")
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    UNDEFINED = 0
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +130,9 @@ def read_tokenizer(file: GgufFile) -> GgufTokenizer | None:
     tokens, types = _tokens(file), _types(file)
     try:
         backend, adds_bos = builders[kind](file, tokens, types)
-        special = _of_types(tokens, types, TokenType.UNKNOWN, TokenType.CONTROL)
+        special = _of_types(tokens, types, PieceType.UNKNOWN, PieceType.CONTROL)
         backend.add_special_tokens([_added(file, token, True) for token in special])
-        plain = _of_types(tokens, types, TokenType.USER_DEFINED)
+        plain = _of_types(tokens, types, PieceType.USER_DEFINED)
         backend.add_tokens([_added(file, token, False) for token in plain])
         _add_ends(file, backend, tokens, adds_bos)
     except ModelError:
@@ -187,7 +175,7 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
     control = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind == TokenType.CONTROL
+        if kind == PieceType.CONTROL
     }
     ends = END_TOKENS
     if control.keys() >= set(HARMONY_ENDS):
@@ -251,7 +239,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple
     merged = [
         score
         for token, kind, score in zip(tokens, types, scores, strict=True)
-        if kind == TokenType.NORMAL and len(token) > 1
+        if kind == PieceType.NORMAL and len(token) > 1
     ]
     if num_tied := len(merged) - len(set(merged)):
         # Each merge of the tokenizers library has a rank of its own.
@@ -294,7 +282,7 @@ def _merges_of(
     normal = {
         token: (-score, number)
         for number, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True))
-        if kind == TokenType.NORMAL
+        if kind == PieceType.NORMAL
     }
     merges = []
     for token, rank in normal.items():
@@ -348,10 +336,10 @@ def _types(file: GgufFile) -> list[int]:
     """The type of each token; those of files without types are normal."""
     tokens, types = file.texts(TOKENS) or [], file.numbers(TYPES)
     if types is None:
-        return [TokenType.NORMAL] * len(tokens)
+        return [PieceType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path}: {TYPES} has {len(types)} elements for {len(tokens)} tokens")
-    known = frozenset(TokenType)
+    known = frozenset({UNDEFINED, *PieceType})
     for number, each in enumerate(types):
         if each not in known:  # NaN and fractions, too
             raise ModelError(
@@ -364,11 +352,11 @@ def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
     """The id of each token, without those that only fill the vocabulary up."""
     vocabulary: dict[str, int] = {}
     for number, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind != TokenType.UNUSED or not PADDING_TOKEN.fullmatch(token):
+        if kind != PieceType.UNUSED or not PADDING_TOKEN.fullmatch(token):
             vocabulary.setdefault(token, number)
     return vocabulary
 
 
-def _of_types(tokens: list[str], types: list[int], *kinds: TokenType) -> list[str]:
+def _of_types(tokens: list[str], types: list[int], *kinds: PieceType) -> list[str]:
     found = (token for token, kind in zip(tokens, types, strict=True) if kind in kinds)
     return [token for token in found if token]
