@@ -19,7 +19,8 @@ class Plot:
     beats: tuple[str, ...]
 
 
-def _bundles(keys: str, rows: str) -> tuple[dict[str, str], ...]:
+def bundles(keys: str, rows: str) -> tuple[dict[str, str], ...]:
+    """Words by their keys, a bundle for each line of `rows`."""
     names = keys.split()
     return tuple(
         dict(zip(names, (cell.strip() for cell in row.split(";")), strict=True))
@@ -29,7 +30,7 @@ def _bundles(keys: str, rows: str) -> tuple[dict[str, str], ...]:
 
 LOST = Plot(
     ("a lost {thing}", "losing a {thing}", "a {thing}"),
-    _bundles(
+    bundles(
         "thing loved where cause",
         """
         key; It opened a tiny box with letters inside.; under a root by the path; a hole in {his} pocket
@@ -64,7 +65,7 @@ LOST = Plot(
 
 STORM = Plot(
     ("a storm", "a stormy night", "a guest in a storm"),
-    _bundles(
+    bundles(
         "guest gift",
         """
         an old goat; a bell that rings when danger is near
@@ -94,7 +95,7 @@ STORM = Plot(
 
 CONTEST = Plot(
     ("a {contest}", "winning a {contest}", "a {contest} and a {prize}"),
-    _bundles(
+    bundles(
         "contest prize weakness practice rival trouble",
         """
         race; golden cup; {His} legs were the shortest of all; ran up the hill and down again; the proud hare; had twisted a foot
@@ -120,7 +121,7 @@ CONTEST = Plot(
 
 BIRTHDAY = Plot(
     ("a birthday", "a birthday surprise", "a forgotten birthday"),
-    _bundles(
+    bundles(
         "cake present",
         """
         chocolate cake; a drum
@@ -147,7 +148,7 @@ BIRTHDAY = Plot(
 
 FEAR = Plot(
     ("being afraid of {fear}", "someone who is afraid of {fear}", "courage"),
-    _bundles(
+    bundles(
         "fear reason task deed",
         """
         the dark; {He} thought that monsters lived in it; fetch the doctor at midnight; walked through the dark with nothing but a small candle
@@ -173,7 +174,7 @@ FEAR = Plot(
 
 SEED = Plot(
     ("a {plant}", "a seed", "growing a {plant}", "patience"),
-    _bundles(
+    bundles(
         "plant danger rescue wonder",
         """
         sunflower; the wind almost broke it; tied it to a stick; it was taller than the house

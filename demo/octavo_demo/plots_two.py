@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from octavo_demo.plots import Plot, _bundles
+from octavo_demo.plots import Plot, bundles
 
 TREASURE = Plot(
     ("a treasure map", "a treasure", "a {chest} full of {treasure}"),
-    _bundles(
+    bundles(
         "chest treasure riddle answer obstacle way",
         """
         chest; old letters from two friends; What has teeth but cannot bite?; a comb; a wide stream; laid a tree trunk across it
@@ -32,7 +32,7 @@ TREASURE = Plot(
 
 QUARREL = Plot(
     ("a quarrel", "two friends who quarrel", "saying sorry"),
-    _bundles(
+    bundles(
         "matter loss sorry",
         """
         a swing; Nobody swung on it any more; a string of chestnuts
@@ -58,7 +58,7 @@ QUARREL = Plot(
 
 FOG = Plot(
     ("losing the way in {mist}", "getting lost", "finding the way home"),
-    _bundles(
+    bundles(
         "mist guide sign errand",
         """
         the fog; an owl with yellow eyes; moss grows on the shady side of the trees; to pick blueberries
@@ -83,7 +83,7 @@ FOG = Plot(
 
 BAKING = Plot(
     ("baking {bake}", "{bake}", "a chain of favours"),
-    _bundles(
+    bundles(
         "bake first second third",
         """
         a birthday cake; the miller has flour but needs a new sieve; the hen has an egg but needs straw; the cow has milk but wants fresh clover
@@ -107,7 +107,7 @@ BAKING = Plot(
 
 MYSTERY = Plot(
     ("a mystery", "a thief", "missing {goods}"),
-    _bundles(
+    bundles(
         "goods trace thief why",
         """
         apples; a line of tiny footprints; a hedgehog with five babies; The babies had nothing to eat
@@ -133,7 +133,7 @@ MYSTERY = Plot(
 
 STAR = Plot(
     ("a fallen star", "a star", "a star that fell from the sky"),
-    _bundles(
+    bundles(
         "helper height",
         """
         an eagle; carried them up on its broad wings
@@ -158,7 +158,7 @@ STAR = Plot(
 
 NEWCOMER = Plot(
     ("a new neighbour", "a lonely newcomer", "making a new friend"),
-    _bundles(
+    bundles(
         "newcomer custom bond",
         """
         a bear from the north; slept all day and hummed at night; music
@@ -184,7 +184,7 @@ NEWCOMER = Plot(
 
 CLOCK = Plot(
     ("a broken {machine}", "repairing a {machine}", "the day the {machine} stopped"),
-    _bundles(
+    bundles(
         "machine effect fault fix",
         """
         tower clock; nobody knew when to get up or when to eat; a bird had built its nest between the wheels; built the bird a better nest
