@@ -221,7 +221,9 @@ class PlainModel:
             following = token_ids[begin + 1 : begin + 1 + len(chunk)]
             places = torch.arange(len(following), device=self._device)
             scores = logits[: len(following)].float().log_softmax(-1)
-            found += scores[places, torch.tensor(following, device=self._device)].tolist()
+            found += scores[
+                places, torch.tensor(following, dtype=torch.int64, device=self._device)
+            ].tolist()
         return found[first - 1 :]
 
     def _logits(self, token_ids: list[int], begin: int) -> Tensor:
