@@ -141,22 +141,31 @@ class Result:
     num_prompt_tokens: int
     logprobs: list[float] | None  # of the output's tokens; None: of a beam
     cumulative_logprob: float
+    num_beams: int  # of the request; 0: it has samples
+    origin: str  # what the request went through
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have log-probabilities."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
 
 def results_of(output: RequestOutput) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
     prompt = output.prompt_token_ids
+    origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
     for each in output.outputs:
         if each.finish_reason == "abort":
             continue
         assert each.cumulative_logprob is not None
-        known = None
+        known, num_beams = None, len(output.outputs)
         if each.logprobs is not None:
-            known = [token.logprob for token in each.logprobs]
-        yield Result(prompt + each.token_ids, len(prompt), known, each.cumulative_logprob)
+            known, num_beams = [token.logprob for token in each.logprobs], 0
+        tokens, total = prompt + each.token_ids, each.cumulative_logprob
+        yield Result(tokens, len(prompt), known, total, num_beams, origin)
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result(prompt, 1, known, sum(known))
+        yield Result(prompt, 1, known, sum(known), 0, origin)
 
 
 class NoisyAttention:
@@ -247,11 +256,16 @@ class PlainModel:
         return self._model.logits(hidden)
 
 
-def difference(result: Result, found: list[float], again: list[float]) -> float:
-    """The root mean square, by tokens. Of beams, only sums are known, so it is that of the means;
-    a search prefers beams whose errors are all of one sign."""
-    if result.logprobs is None:
-        return abs(sum(found) - sum(again)) / len(again)
+def difference(result: Result, found: list[float] | None, again: list[float]) -> float:
+    """The root mean square, by tokens. Of beams only sums are known, so it is that of the means; a
+    search prefers beams whose errors are all of one sign.
+
+    found: None: what the engine says of the result, a beam.
+    """
+    if result.num_beams:
+        total = result.cumulative_logprob if found is None else sum(found)
+        return abs(total - sum(again)) / len(again)
+    assert found is not None, "samples have them"
     squares = [(a - b) ** 2 for a, b in zip(found, again, strict=True)]
     return math.sqrt(sum(squares) / len(squares))
 
@@ -261,32 +275,52 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
     plain = PlainModel(llm)
     # One rounding changes a number by a quarter of this on average.
     noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
-    for name in ("samples", "beams"):
-        kind = [each for each in results if (each.logprobs is None) == (name == "beams")]
-        differences, noise = [], [0.0]
-        for index, result in enumerate(kind):
-            tokens = result.token_ids, result.num_prompt_tokens
-            again = plain.logprobs(*tokens)
-            if result.logprobs is None:  # as if all of the difference were the first token's
-                known = [result.cumulative_logprob - sum(again[1:]), *again[1:]]
-            else:
-                known = result.logprobs
-            differences.append(difference(result, known, again))
-            if index % SHAKEN == 0:
-                noise.append(difference(result, noisy.logprobs(*tokens), again))
-            report.count(name)
-        limit = max(LEAST, MOST_NOISE * max(noise))
-        for result, value in zip(kind, differences, strict=True):
-            if not value <= limit:
-                report.violate(
-                    f"of the {name}, {len(result.token_ids) - result.num_prompt_tokens} tokens "
-                    f"behind {result.num_prompt_tokens} differ by {value:.3g}, noise by "
-                    f"{max(noise):.3g} at most"
-                )
-        for what, values in (("differ", differences), ("noise", noise[1:])):
-            for share in (0.5, 0.99, 1.0) if values else ():
-                place = min(len(values) - 1, int(share * len(values)))
-                report.counts[f"{name}_{what}_{share:g}"] = float(f"{sorted(values)[place]:.3g}")
+    found: dict[str, list[float]] = {}  # by the kind of result, and whether it is noise
+    differences = []
+    for index, result in enumerate(results):
+        kind, tokens = "beams" if result.num_beams else "samples", result.token_ids
+        again = plain.logprobs(tokens, result.num_prompt_tokens)
+        differences.append(difference(result, result.logprobs, again))
+        found.setdefault(f"{kind}_differ", []).append(differences[-1])
+        if index % SHAKEN == 0:
+            shaken = noisy.logprobs(tokens, result.num_prompt_tokens)
+            found.setdefault(f"{kind}_noise", []).append(difference(result, shaken, again))
+        report.count(kind)
+    noise = max((max(each) for name, each in found.items() if name.endswith("noise")), default=0)
+    for result, value in zip(results, differences, strict=True):
+        if not value <= max(LEAST, MOST_NOISE * noise):
+            report.violate(
+                f"{result.num_tokens} tokens behind {result.num_prompt_tokens} (of "
+                f"{result.num_beams} beams, {result.origin}) differ by {value:.3g}, noise by "
+                f"{noise:.3g} at most; {alone(llm, plain, result)}"
+            )
+    for name, values in sorted(found.items()):
+        for share in (0.5, 0.99, 1.0):
+            place = min(len(values) - 1, int(share * len(values)))
+            report.counts[f"{name}_{share:g}"] = float(f"{sorted(values)[place]:.3g}")
+
+
+def alone(llm: LLM, plain: PlainModel, result: Result) -> str:
+    """What the engine says of a result's tokens, as a prompt, and of the same search, while it does
+    nothing else and has nothing cached."""
+    tokens, num_prompt = result.token_ids, result.num_prompt_tokens
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    [output] = llm.generate([tokens], params, use_tqdm=False)
+    scored = (output.prompt_logprobs or [])[num_prompt:]
+    said = [token.logprob for token in scored if token is not None]
+    again = plain.logprobs(tokens, num_prompt)
+    text = f"alone, as a prompt, by {difference(result, said, again):.3g}"
+    if not result.num_beams:
+        return text
+    llm.reset_prefix_cache()
+    search = BeamSearchParams(result.num_beams, max_tokens=result.num_tokens, ignore_eos=True)
+    [output] = llm.beam_search([tokens[:num_prompt]], search, use_tqdm=False)
+    worst = max(
+        difference(each, None, plain.logprobs(each.token_ids, num_prompt))
+        for each in results_of(output)
+    )
+    return f"{text}, its search by {worst:.3g}"
 
 
 @contextmanager
