@@ -54,7 +54,6 @@ from soak.report import Report
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 CHUNK = 1024  # tokens that are computed again at once
-MOST_NOISE = 3.0  # how often the largest difference by noise a result may differ
 SHAKEN = 3  # every third result is computed with noise, too
 LEAST = 1e-4  # no wrong key changes log-probabilities by so little
 NUM_FAMILIES = 6  # of prompts, which share their tokens up to a random length
@@ -256,18 +255,27 @@ class PlainModel:
         return self._model.logits(hidden)
 
 
-def difference(result: Result, found: list[float] | None, again: list[float]) -> float:
-    """The root mean square, by tokens. Of beams only sums are known, so it is that of the means; a
+def differences(result: Result, found: list[float] | None, again: list[float]) -> list[float]:
+    """The absolute ones, by tokens. Of beams only sums are known, so there is one, their mean; a
     search prefers beams whose errors are all of one sign.
 
     found: None: what the engine says of the result, a beam.
     """
     if result.num_beams:
         total = result.cumulative_logprob if found is None else sum(found)
-        return abs(total - sum(again)) / len(again)
+        return [abs(total - sum(again)) / len(again)]
     assert found is not None, "samples have them"
-    squares = [(a - b) ** 2 for a, b in zip(found, again, strict=True)]
-    return math.sqrt(sum(squares) / len(squares))
+    return [abs(a - b) for a, b in zip(found, again, strict=True)]
+
+
+def rms(values: list[float]) -> float:
+    """The root mean square."""
+    return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+# Of a result's differences, and how much larger each may be than the largest that noise makes. A
+# single wrong token of many does not show in the first one.
+MEASURES = {"rms": (rms, 3.0), "largest": (max, 2.0)}
 
 
 def compare(llm: LLM, results: list[Result], report: Report) -> None:
@@ -275,29 +283,28 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
     plain = PlainModel(llm)
     # One rounding changes a number by a quarter of this on average.
     noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
-    found: dict[str, list[float]] = {}  # by the kind of result, and whether it is noise
-    differences = []
+    differ, noise = [], []  # of all results, and of some
     for index, result in enumerate(results):
-        kind, tokens = "beams" if result.num_beams else "samples", result.token_ids
-        again = plain.logprobs(tokens, result.num_prompt_tokens)
-        differences.append(difference(result, result.logprobs, again))
-        found.setdefault(f"{kind}_differ", []).append(differences[-1])
+        again = plain.logprobs(result.token_ids, result.num_prompt_tokens)
+        differ.append(differences(result, result.logprobs, again))
         if index % SHAKEN == 0:
-            shaken = noisy.logprobs(tokens, result.num_prompt_tokens)
-            found.setdefault(f"{kind}_noise", []).append(difference(result, shaken, again))
-        report.count(kind)
-    noise = max((max(each) for name, each in found.items() if name.endswith("noise")), default=0)
-    for result, value in zip(results, differences, strict=True):
-        if not value <= max(LEAST, MOST_NOISE * noise):
-            report.violate(
-                f"{result.num_tokens} tokens behind {result.num_prompt_tokens} (of "
-                f"{result.num_beams} beams, {result.origin}) differ by {value:.3g}, noise by "
-                f"{noise:.3g} at most; {alone(llm, plain, result)}"
-            )
-    for name, values in sorted(found.items()):
-        for share in (0.5, 0.99, 1.0):
-            place = min(len(values) - 1, int(share * len(values)))
-            report.counts[f"{name}_{share:g}"] = float(f"{sorted(values)[place]:.3g}")
+            shaken = noisy.logprobs(result.token_ids, result.num_prompt_tokens)
+            noise.append(differences(result, shaken, again))
+        report.count("beams" if result.num_beams else "samples")
+    for name, (measure, factor) in MEASURES.items():
+        largest = max(map(measure, noise), default=0.0)
+        for result, values in zip(results, differ, strict=True):
+            if not measure(values) <= max(LEAST, factor * largest):
+                report.violate(
+                    f"{result.num_tokens} tokens behind {result.num_prompt_tokens} (of "
+                    f"{result.num_beams} beams, {result.origin}) differ by {measure(values):.3g} "
+                    f"({name}), noise by {largest:.3g} at most; {alone(llm, plain, result)}"
+                )
+        for kind, found in (("differ", differ), ("noise", noise)):
+            ordered = sorted(map(measure, found))
+            for share in (0.5, 0.99, 1.0) if ordered else ():
+                value = ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+                report.counts[f"{kind}_{name}_{share:g}"] = float(f"{value:.3g}")
 
 
 def alone(llm: LLM, plain: PlainModel, result: Result) -> str:
@@ -310,14 +317,14 @@ def alone(llm: LLM, plain: PlainModel, result: Result) -> str:
     scored = (output.prompt_logprobs or [])[num_prompt:]
     said = [token.logprob for token in scored if token is not None]
     again = plain.logprobs(tokens, num_prompt)
-    text = f"alone, as a prompt, by {difference(result, said, again):.3g}"
+    text = f"alone, as a prompt, by {max(differences(result, said, again)):.3g}"
     if not result.num_beams:
         return text
     llm.reset_prefix_cache()
     search = BeamSearchParams(result.num_beams, max_tokens=result.num_tokens, ignore_eos=True)
     [output] = llm.beam_search([tokens[:num_prompt]], search, use_tqdm=False)
     worst = max(
-        difference(each, None, plain.logprobs(each.token_ids, num_prompt))
+        max(differences(each, None, plain.logprobs(each.token_ids, num_prompt)))
         for each in results_of(output)
     )
     return f"{text}, its search by {worst:.3g}"

@@ -92,6 +92,7 @@ def test_results_that_differ_by_more_than_rounding_are_violations() -> None:
         compare(llm, results, report)
         assert len(results) > 8
         assert report.counts["samples"] + report.counts["beams"] == len(results)
+        assert report.counts["differ_rms_1"] < 1e-4
         assert report.num_violations == 0
         blocks = llm.engine.executor._worker.runner.kv_cache.blocks  # type: ignore[attr-defined]
         blocks.neg_()  # what was cached is wrong from here on
