@@ -45,7 +45,7 @@ class Work(Protocol):
 
 
 class DemoWork:
-    """See Work: short requests to the demo model, whose results nobody looks at."""
+    """See Work: short requests to the demo model, whose results are not compared with any."""
 
     def prompt(self, rng: random.Random) -> list[int]:
         """See Work.prompt: of one of five families, which share their tokens up to a random

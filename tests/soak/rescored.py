@@ -284,9 +284,10 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
     plain = PlainModel(llm)
     # One rounding changes a number by a quarter of this on average.
     noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
-    differ, noise = [], []  # of all results, and of some
+    computed, differ, noise = [], [], []  # of all results, and noise of some
     for index, result in enumerate(results):
         again = plain.logprobs(result.token_ids, result.num_prompt_tokens)
+        computed.append(again)
         differ.append(differences(result, result.logprobs, again))
         if index % SHAKEN == 0:
             shaken = noisy.logprobs(result.token_ids, result.num_prompt_tokens)
@@ -294,11 +295,10 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
         report.count("beams" if result.num_beams else "samples")
     for name, (measure, factor) in MEASURES.items():
         largest = max(map(measure, noise), default=0.0)
-        for result, values in zip(results, differ, strict=True):
+        for result, again, values in zip(results, computed, differ, strict=True):
             if measure(values) <= max(LEAST, factor * largest):
                 continue
             # Some results hang on a near tie, of two keys or two experts: noise shows it.
-            again = plain.logprobs(result.token_ids, result.num_prompt_tokens)
             shaken = (
                 noisy.logprobs(result.token_ids, result.num_prompt_tokens)
                 for _ in range(NUM_NOISES)
@@ -309,7 +309,7 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
                     f"{result.num_tokens} tokens behind {result.num_prompt_tokens} (of "
                     f"{result.num_beams} beams, {result.origin}) differ by {measure(values):.3g} "
                     f"({name}), noise by {largest:.3g} at most and {own:.3g} here; "
-                    f"{alone(llm, plain, result)}"
+                    f"{alone(llm, plain, result, again)}"
                 )
         for kind, found in (("differ", differ), ("noise", noise)):
             ordered = sorted(map(measure, found))
@@ -318,16 +318,15 @@ def compare(llm: LLM, results: list[Result], report: Report) -> None:
                 report.counts[f"{kind}_{name}_{share:g}"] = float(f"{value:.3g}")
 
 
-def alone(llm: LLM, plain: PlainModel, result: Result) -> str:
+def alone(llm: LLM, plain: PlainModel, result: Result, again: list[float]) -> str:
     """What the engine says of a result's tokens, as a prompt, and of the same search, while it does
-    nothing else and has nothing cached."""
+    nothing else and has nothing cached; again: what `plain` says of the tokens."""
     tokens, num_prompt = result.token_ids, result.num_prompt_tokens
     llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     [output] = llm.generate([tokens], params, use_tqdm=False)
     scored = (output.prompt_logprobs or [])[num_prompt:]
     said = [token.logprob for token in scored if token is not None]
-    again = plain.logprobs(tokens, num_prompt)
     text = f"alone, as a prompt, by {max(differences(result, said, again)):.3g}"
     if not result.num_beams:
         return text
