@@ -8,17 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.ops.cuda.epilogues import (
-    CLAMPED_SWIGLU,
-    GELU,
-    GELU_TANH,
-    GELU_TANH_MUL,
-    RELU,
-    SILU,
-    SILU_MUL,
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-)
+from octavo.ops.cuda.epilogues import activate, activate_gated
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 
 
@@ -32,35 +22,6 @@ def over_tokens(values, SWAP: gl.constexpr):
 def over_rows(values, SWAP: gl.constexpr):
     """Values per token, broadcast over rows of W."""
     return values[:, None] if SWAP else values[None, :]
-
-
-@gluon.jit
-def activate(y, EPILOGUE: gl.constexpr):
-    """`activate` of epilogues.py, in Gluon."""
-    if EPILOGUE == RELU:
-        y = gl.maximum(y, 0.0)
-    if EPILOGUE == SILU:
-        y = y / (1 + gl.exp(-y))
-    if EPILOGUE == GELU:
-        y = 0.5 * y * (1 + gl.erf(y * 0.7071067811865476))
-    if EPILOGUE == GELU_TANH:
-        y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    return y
-
-
-@gluon.jit
-def activate_gated(gate, up, EPILOGUE: gl.constexpr):
-    """`activate_gated` of epilogues.py, in Gluon."""
-    if EPILOGUE == SILU_MUL:
-        gate = gate / (1 + gl.exp(-gate))
-    if EPILOGUE == GELU_TANH_MUL:
-        gate = gate / (1 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    if EPILOGUE == CLAMPED_SWIGLU:
-        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
-        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
-        up = gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
-        gate = gate / (1 + gl.exp(gate * -SWIGLU_ALPHA))
-    return gate * up
 
 
 @gluon.jit

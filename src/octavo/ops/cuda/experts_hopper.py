@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.claims import claim, claimed, make_claims
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.grouped_hopper import (
     await_gates,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from octavo.float12 import MOST_OF_EXPERT, PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.claims import claim, claimed, make_claims
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import (
     GATHERING_REGISTERS,
     GATHERING_WARPS,

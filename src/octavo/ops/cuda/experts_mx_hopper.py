@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.devices import is_on_hopper, num_sms
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tables import (
     LOW_FACTOR,
     MAX_SHIFT,

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.float12 import MOST_DOWN_INPUTS, MOST_GATE_INPUTS, PIECE_INPUTS, PIECE_ROWS
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.float12 import PIECE_WORDS, Float12Weight
 from octavo.ops.cuda.hopper import sync_threads
 from octavo.ops.cuda.linear_ring_float12 import (

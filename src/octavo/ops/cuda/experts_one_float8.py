@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.hopper import (
     fetch_tile,

@@ -43,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.cuda.announcing import EMPTY
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.epilogues_hopper import activate_gated
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tables import (
     LOW_FACTOR,
     ROWS,

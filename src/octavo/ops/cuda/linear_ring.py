@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.epilogues_hopper import activate, activate_gated
+from octavo.ops.cuda.epilogues import activate, activate_gated
 from octavo.ops.cuda.hopper import fetch_tile, reinterpreted, sync_threads
 from octavo.ops.cuda.linear_gemv import Scales
 from octavo.ops.cuda.pdl import launch_options

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from octavo.float12 import PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.epilogues_hopper import activate, activate_gated
+from octavo.ops.cuda.epilogues import activate, activate_gated
 from octavo.ops.cuda.float12 import (
     EXPONENT,
     MANTISSA,
