@@ -214,6 +214,13 @@ GPU_CASES = [
     )
 ]
 GPU_CASES.append(replace(GPU_CASES[0], group=4, kv_scales=KVScales(0.02, 0.1)))
+# Few pairs of sequences and KV heads, of which several programs combine results elsewhere; behind
+# the shared keys, they have fewer splits than that.
+FEW = ((2100, 1), (1100, 1), (300, 1))
+GPU_CASES += [
+    Case(FEW, 16, num_kv_heads, group, head_dim, dtype=torch.bfloat16, rotary_dim=head_dim)
+    for num_kv_heads, group, head_dim in ((1, 8, 128), (2, 4, 64), (2, 2, 256), (2, 1, 128))
+]
 
 
 def check(case: Case, prefix: int, device: str) -> None:

@@ -35,7 +35,7 @@ from octavo.ops.cuda import (
 )
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
-from octavo.ops.cuda.attention_decode import decode_config
+from octavo.ops.cuda.attention_decode import DecodeConfig, decode_config
 from octavo.ops.cuda.attention_decode_cluster import (
     CONTEXT_LIMITS,
     ClusterConfig,
@@ -409,6 +409,20 @@ def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
     names = [backend.plan(each) for each in others]
     assert not any(isinstance(config, ClusterConfig) for configs, _ in names for config in configs)
     assert names[0] == names[2] != names[1]
+
+
+def test_beside_a_cascade_one_program_combines_the_results_of_a_sequence() -> None:
+    """Others would be those of splits that the cascade kernel computes, and nobody would do it."""
+    backend, table = backend_over("cpu", num_seqs=2, max_blocks=40)
+    alone = decodes([300, 400], table, HostStaging())
+    shared = replace(alone, cascade=[CascadeSegments.empty()])
+    collecting = []
+    for batch in (alone, shared):
+        [config], _ = backend.plan(batch)
+        assert isinstance(config, DecodeConfig)
+        assert config.is_early, "the results of few are combined by several programs"
+        collecting.append((config.most_collecting, config.collecting(4, 64).heads))
+    assert collecting == [(8, 2), (1, 4)]
 
 
 def test_programs_of_clusters_have_more_warps_for_longer_contexts_of_fewer_heads() -> None:

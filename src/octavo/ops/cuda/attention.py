@@ -12,7 +12,7 @@ else was tried.
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -277,11 +277,14 @@ class TritonBackend:
             clusters = cluster_config(
                 self._dtype, shape.head_dim, shape.group, num_pairs, longest, shape.window
             )
-        return clusters or decode_config(
+        if clusters is not None:
+            return clusters
+        config = decode_config(
             *(self._dtype, shape.head_dim, shape.group, num_pairs),
             self._shared_memory,
             self._is_fp8,
         )
+        return replace(config, has_cascade=has_cascade)
 
     def decode_items(self) -> list[DecodeItems]:
         return [

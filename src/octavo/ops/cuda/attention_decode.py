@@ -13,7 +13,8 @@ ended. So there is no counter, no fence, and no second way to the L2 cache. Prog
 order of their index, and all but the last of a sequence leave their result without waiting for
 programs: one that waits for those before it always gets it. Of up to 8 pairs of sequences and KV
 heads, several programs combine some query heads each, and so also wait for programs that start
-after them: these find room on any GPU that has more SMs than such programs wait (`_ROOMY`).
+after them: these find room on any GPU that has more SMs than such programs wait (`_ROOMY`). The
+splits of a cascade have no program here: beside them, the last program combines all heads.
 
 Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds for keys per tile, warps, tiles
 in flight):
@@ -152,9 +153,16 @@ class DecodeConfig:
     num_stages: int
     num_programs: int  # that the keys are split for
     is_early: bool = False  # loads its first tile before the preceding kernels have ended
+    has_cascade: bool = False  # some splits may be a cascade's, which have no program here
     min_split: int = MIN_SPLIT  # keys that a split has at least
     combined: int = 32  # elements of partial results for each thread, up to which splits are many
     fetched: int = 0  # keys fetched to the L2 cache before the preceding kernel has ended
+
+    @property
+    def most_collecting(self) -> int:
+        """How many programs combine the results of a sequence and KV head, at most: those of its
+        last splits, which must not be a cascade's."""
+        return _MOST_COLLECTING if self.is_early and not self.has_cascade else 1
 
     def combined_splits(self, group: int, head_dim: int) -> int:
         """Up to how many splits of `group` query heads combining them costs little."""
@@ -171,8 +179,8 @@ class DecodeConfig:
     def collecting(self, group: int, head_dim: int) -> _Collecting:
         """How the results of the splits of `group` query heads are combined."""
         heads, num_threads = group, self.num_warps * 32
-        if self.is_early:
-            heads = min(group, max(-(-group // _MOST_COLLECTING), num_threads // head_dim))
+        if self.most_collecting > 1:
+            heads = min(group, max(-(-group // self.most_collecting), num_threads // head_dim))
         columns = power_of_2(heads * head_dim)
         held = min(self.combined, _COLLECTED) * num_threads
         most = _MOST_OF_NARROW if head_dim <= _NARROW else _MOST_AT_ONCE
@@ -685,13 +693,12 @@ def _decode_kernel(
 
 
 @cache
-def _most_collecting(device: torch.device) -> int:
-    """How many programs of a sequence and KV head may wait for programs that start after them.
+def _may_wait(device: torch.device) -> bool:
+    """Whether programs may wait for programs that start after them.
 
     Those need room beside all that wait, and the interpreter runs one program after the other.
     """
-    has_room = device.type == "cuda" and num_sms(device) >= _ROOMY
-    return _MOST_COLLECTING if has_room else 1
+    return device.type == "cuda" and num_sms(device) >= _ROOMY
 
 
 def can_round(
@@ -784,7 +791,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         ROWS=max(16, group_pad),
-        COLLECTING=_most_collecting(query.device) if config.is_early else 1,
+        COLLECTING=config.most_collecting if _may_wait(query.device) else 1,
         HEADS=collecting.heads,
         COLUMNS=collecting.columns,
         PIECE=collecting.piece,
