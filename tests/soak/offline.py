@@ -39,7 +39,7 @@ class Work(Protocol):
         """How the next request is decoded."""
         ...
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
         """Called when a request has ended."""
         ...
 
@@ -73,7 +73,7 @@ class DemoWork:
             ignore_eos=rng.random() < 0.7,
         )
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
         """See Work.take."""
 
 
@@ -89,7 +89,7 @@ class Round:
         self._work = work
         self._rng = rng
         self._report = report
-        self._open: dict[str, LocalStream] = {}
+        self._open: dict[str, tuple[LocalStream, SamplingParams | BeamSearchParams]] = {}
 
     def run(self) -> None:
         rng = self._rng
@@ -101,8 +101,9 @@ class Round:
             if self._open and rng.random() < 0.02:
                 self._abort(rng.choice(sorted(self._open)))
             for output in self._client.step():
-                self._open.pop(output.request_id, None)
-                self._work.take(output)
+                if output.request_id in self._open:  # it was not aborted
+                    _, params = self._open.pop(output.request_id)
+                    self._work.take(output, params)
                 self._report.count("requests")
             self._report.count("steps")
 
@@ -116,10 +117,11 @@ class Round:
             self._report.count("requests_refused")
             return
         self._client.add_request(stream)
-        self._open[stream.request_id] = stream
+        self._open[stream.request_id] = stream, params
 
     def _abort(self, request_id: str) -> None:
-        self._client.abort_request(self._open.pop(request_id))
+        stream, _ = self._open.pop(request_id)
+        self._client.abort_request(stream)
         self._report.count("aborts")
 
 

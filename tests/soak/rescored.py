@@ -6,6 +6,10 @@ prompt, one after the other, with the same weights, the reference implementation
 keys and values of its own. Log-probabilities of tokens may differ by rounding alone. A key that is
 missing, stale or another request's changes them by much more.
 
+Where log-probabilities are asked for, the host waits for each step. Other requests, whose steps
+follow each other on the device, say nothing but their tokens: a greedy one must be the most likely
+one, and a random one that which its seed draws, but for what rounding changes.
+
 How much rounding may change differs between models: experts are chosen otherwise, and inputs of
 products in FP8 fall to other numbers. So each result is computed a third time with random noise of
 about one rounding in what attention reads and returns. Differences must stay below a small multiple
@@ -26,10 +30,10 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +52,7 @@ from octavo.ops import (
 )
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.worker.randomness import uniforms
 from soak.offline import Round, change_pins, check_blocks
 from soak.random_checkpoint import write_checkpoint
 from soak.report import Report
@@ -71,20 +76,43 @@ class Setting:
     max_model_len: int = 8192
     num_blocks: int = 1200
     most_at_once: int = 48  # requests
+    num_ranks: int = 1  # devices that share every layer; results are computed again on one
+
+    @contextmanager
+    def engine(self, directory: Path, num_ranks: int) -> Iterator[LLM]:
+        """Serve the model in `directory`."""
+        options = COMMON | self.options | {"max_model_len": self.max_model_len}
+        with LLM(
+            str(directory),
+            num_blocks=self.num_blocks,
+            swap_space=1 << 30,
+            watermark=0.0,
+            max_num_seqs=max(64, self.most_at_once),
+            max_num_batched_tokens=min(2048, self.max_model_len),
+            tensor_parallel_size=num_ranks,
+            **options,
+        ) as llm:
+            yield llm
 
 
 _FP8 = {"quantization": "fp8"}
 _FP8_CACHE = {"kv_cache_dtype": "fp8"}
+_TINY = Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16)
 SETTINGS = {
-    "tiny": Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16),
+    "tiny": _TINY,
+    "tiny-on-2": replace(_TINY, num_ranks=2),
     "llama": Setting("llama-3-8b", 3),
+    "llama-on-2": Setting("llama-3-8b", 3, num_ranks=2),
+    "qwen": Setting("qwen2.5-1.5b", 4),
     "llama-fp8": Setting("llama-3-8b", 3, _FP8 | _FP8_CACHE),
     "llama-int4": Setting("llama-3-8b", 3, {"quantization": "int4"}),
     "llama-fp8-cache": Setting("llama-3-8b", 3, _FP8_CACHE),
     "gemma": Setting("gemma-3-4b", 6, max_model_len=16384, num_blocks=2200),
+    "gemma-on-2": Setting("gemma-3-4b", 6, max_model_len=16384, num_blocks=2200, num_ranks=2),
     "gemma-fp8-cache": Setting("gemma-3-4b", 6, _FP8_CACHE, max_model_len=16384, num_blocks=2200),
     "qwen-moe": Setting("qwen3-30b-a3b", 2, max_model_len=16384, num_blocks=1500),
     "qwen-moe-fp8": Setting("qwen3-30b-a3b", 2, _FP8, max_model_len=16384, num_blocks=1500),
+    "qwen-moe-on-2": Setting("qwen3-30b-a3b", 2, max_model_len=16384, num_blocks=1500, num_ranks=2),
     "gpt-oss": Setting("gpt-oss-20b-mxfp4", 4, max_model_len=16384, num_blocks=1500),
     "opt": Setting("opt-13b", 3, max_model_len=2048),
 }
@@ -96,7 +124,7 @@ class LongWork:
     def __init__(self, setting: Setting, vocab_size: int) -> None:
         self._longest = setting.max_model_len
         self._vocab_size = vocab_size
-        self.outputs: list[RequestOutput] = []
+        self.results: list[Result] = []
 
     def prompt(self, rng: random.Random) -> list[int]:
         """See Work.prompt."""
@@ -115,14 +143,14 @@ class LongWork:
             temperature=temperature,
             seed=rng.randrange(1000),
             max_tokens=max_tokens,
-            logprobs=0,
+            logprobs=rng.choice((None, 0)),
             prompt_logprobs=rng.choice((None, None, None, 0)),
             ignore_eos=True,
         )
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
         """See Work.take."""
-        self.outputs.append(output)
+        self.results += results_of(output, params)
 
     def _token(self, rng: random.Random) -> int:
         return rng.randrange(10, self._vocab_size)
@@ -137,35 +165,54 @@ class LongWork:
 class Result:
     """The tokens of a sample or a beam, and what the engine says of them."""
 
+    kind: str  # one of RESULT_KINDS
     token_ids: list[int]  # with the prompt
     num_prompt_tokens: int
-    logprobs: list[float] | None  # of the output's tokens; None: of a beam
-    cumulative_logprob: float
-    num_beams: int  # of the request; 0: it has samples
+    logprobs: list[float]  # of samples: those of the output's tokens
+    cumulative_logprob: float  # of beams
+    num_alike: int  # samples or beams of the request
+    seed: int  # of draws, with the sample's number
+    index: int
     origin: str  # what the request went through
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have log-probabilities."""
+        """Tokens that are compared."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def results_of(output: RequestOutput) -> Iterator[Result]:
+# Samples with log-probabilities; tokens alone of greedy and of random ones; beams.
+RESULT_KINDS = ("samples", "greedy", "draws", "beams")
+
+
+def results_of(
+    output: RequestOutput, params: SamplingParams | BeamSearchParams
+) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
-    prompt = output.prompt_token_ids
+    prompt, num_alike, kind, seed = output.prompt_token_ids, len(output.outputs), "beams", 0
     origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
+    if isinstance(params, SamplingParams):
+        kind, seed = "draws" if params.temperature else "greedy", params.seed or 0
+        if params.logprobs is not None:
+            kind = "samples"
     for each in output.outputs:
         if each.finish_reason == "abort":
             continue
-        assert each.cumulative_logprob is not None
-        known, num_beams = None, len(output.outputs)
-        if each.logprobs is not None:
-            known, num_beams = [token.logprob for token in each.logprobs], 0
-        tokens, total = prompt + each.token_ids, each.cumulative_logprob
-        yield Result(tokens, len(prompt), known, total, num_beams, origin)
+        known = [token.logprob for token in each.logprobs or []]
+        tokens, total = prompt + each.token_ids, each.cumulative_logprob or 0.0
+        yield Result(kind, tokens, len(prompt), known, total, num_alike, seed, each.index, origin)
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result(prompt, 1, known, sum(known), 0, origin)
+        yield Result("samples", prompt, 1, known, 0.0, 1, 0, 0, origin)
+
+
+class Scores(NamedTuple):
+    """What a model says of a result's tokens."""
+
+    logprobs: list[float]
+    # How far each token is from the one that the model draws: of greedy ones, how much likelier
+    # that is, in nats; of random ones, how far the random number is from those that draw the token.
+    misses: list[float]
 
 
 class NoisyAttention:
@@ -221,19 +268,27 @@ class PlainModel:
         self._attention: Any = NoisyAttention(attention, deviation)
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: list[int], first: int) -> list[float]:
-        """Those of the tokens from `first` on, which is at least 1."""
-        found: list[float] = []
+    def scores(self, result: Result) -> Scores:
+        """What this model says of the result's tokens."""
+        token_ids, first = result.token_ids, result.num_prompt_tokens
+        logprobs: list[float] = []
+        misses: list[float] = []
         for begin in range(0, len(token_ids), CHUNK):
             chunk = token_ids[begin : begin + CHUNK]
             logits = self._logits(chunk, begin)
-            following = token_ids[begin + 1 : begin + 1 + len(chunk)]
-            places = torch.arange(len(following), device=self._device)
-            scores = logits[: len(following)].float().log_softmax(-1)
-            found += scores[
-                places, torch.tensor(following, dtype=torch.int64, device=self._device)
-            ].tolist()
-        return found[first - 1 :]
+            skipped = max(0, first - 1 - begin)  # rows of tokens that follow and are not compared
+            drawn = token_ids[begin + 1 + skipped : begin + 1 + len(chunk)]
+            if not drawn:
+                continue
+            rows = logits[skipped : skipped + len(drawn)].float().log_softmax(-1)
+            tokens = torch.tensor(drawn, device=self._device)
+            of_tokens = rows.gather(1, tokens[:, None])[:, 0]
+            logprobs += of_tokens.tolist()
+            if result.kind == "greedy":
+                misses += (rows.amax(1) - of_tokens).tolist()
+            elif result.kind == "draws":
+                misses += _missed_by(rows, tokens, result, begin + 1 + skipped)
+        return Scores(logprobs, misses)
 
     def _logits(self, token_ids: list[int], begin: int) -> Tensor:
         size = len(token_ids)
@@ -256,17 +311,36 @@ class PlainModel:
         return self._model.logits(hidden)
 
 
-def differences(result: Result, found: list[float] | None, again: list[float]) -> list[float]:
-    """The absolute ones, by tokens. Of beams only sums are known, so there is one, their mean; a
-    search prefers beams whose errors are all of one sign.
+def _missed_by(logprobs: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
+    """How far random numbers are from those that draw these tokens.
 
-    found: None: what the engine says of the result, a beam.
+    logprobs: float32 [n, vocab_size]; tokens: [n], of a result, at the positions from `first` on.
     """
-    if result.num_beams:
-        total = result.cumulative_logprob if found is None else sum(found)
-        return [abs(total - sum(again)) / len(again)]
-    assert found is not None, "samples have them"
-    return [abs(a - b) for a, b in zip(found, again, strict=True)]
+    positions = torch.arange(first, first + len(tokens))
+    numbers = uniforms(
+        torch.full_like(positions, result.seed), torch.full_like(positions, result.index), positions
+    ).to(logprobs.device)
+    shares = logprobs.double().softmax(1)
+    ends = shares.cumsum(1).gather(1, tokens[:, None])[:, 0]
+    begins = ends - shares.gather(1, tokens[:, None])[:, 0]
+    return torch.maximum(begins - numbers, numbers - ends).clamp(min=0).tolist()
+
+
+def differences(result: Result, scores: Scores, shaken: Scores | None = None) -> list[float]:
+    """How much the engine's result differs from what `PlainModel` says of it, by tokens; shaken:
+    how much this does instead.
+
+    Of beams only sums are known, so there is one, their mean; a search prefers beams whose errors
+    are all of one sign.
+    """
+    if result.kind in ("greedy", "draws"):
+        misses = [0.0] * result.num_tokens if shaken is None else shaken.misses
+        return [abs(a - b) for a, b in zip(misses, scores.misses, strict=True)]
+    if result.kind == "beams":
+        total = result.cumulative_logprob if shaken is None else sum(shaken.logprobs)
+        return [abs(total - sum(scores.logprobs)) / result.num_tokens]
+    found = result.logprobs if shaken is None else shaken.logprobs
+    return [abs(a - b) for a, b in zip(found, scores.logprobs, strict=True)]
 
 
 def rms(values: list[float]) -> float:
@@ -281,62 +355,58 @@ MEASURES = {"rms": (rms, 3.0), "largest": (max, 2.0)}
 
 def compare(llm: LLM, results: list[Result], report: Report) -> None:
     """Compute results again, and report violations."""
+    for kind in RESULT_KINDS:
+        _compare_kind(llm, kind, [each for each in results if each.kind == kind], report)
+
+
+def _compare_kind(llm: LLM, kind: str, results: list[Result], report: Report) -> None:
     plain = PlainModel(llm)
     # One rounding changes a number by a quarter of this on average.
     noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
-    computed, differ, noise = [], [], []  # of all results, and noise of some
-    for index, result in enumerate(results):
-        again = plain.logprobs(result.token_ids, result.num_prompt_tokens)
-        computed.append(again)
-        differ.append(differences(result, result.logprobs, again))
-        if index % SHAKEN == 0:
-            shaken = noisy.logprobs(result.token_ids, result.num_prompt_tokens)
-            noise.append(differences(result, shaken, again))
-        report.count("beams" if result.num_beams else "samples")
+    computed = [plain.scores(each) for each in results]
+    differ = [differences(*each) for each in zip(results, computed, strict=True)]
+    shaken = list(zip(results, computed, strict=True))[::SHAKEN]
+    noise = [differences(each, scores, noisy.scores(each)) for each, scores in shaken]
+    report.count(kind, len(results))
     for name, (measure, factor) in MEASURES.items():
         largest = max(map(measure, noise), default=0.0)
-        for result, again, values in zip(results, computed, differ, strict=True):
+        for result, scores, values in zip(results, computed, differ, strict=True):
             if measure(values) <= max(LEAST, factor * largest):
                 continue
             # Some results hang on a near tie, of two keys or two experts: noise shows it.
-            shaken = (
-                noisy.logprobs(result.token_ids, result.num_prompt_tokens)
-                for _ in range(NUM_NOISES)
-            )
-            own = max(measure(differences(result, each, again)) for each in shaken)
+            tries = (noisy.scores(result) for _ in range(NUM_NOISES))
+            own = max(measure(differences(result, scores, each)) for each in tries)
             if not measure(values) <= factor * own:
                 report.violate(
                     f"{result.num_tokens} tokens behind {result.num_prompt_tokens} (of "
-                    f"{result.num_beams} beams, {result.origin}) differ by {measure(values):.3g} "
+                    f"{result.num_alike} {kind}, {result.origin}) differ by {measure(values):.3g} "
                     f"({name}), noise by {largest:.3g} at most and {own:.3g} here; "
-                    f"{alone(llm, plain, result, again)}"
+                    f"{alone(llm, plain, result, scores)}"
                 )
-        for kind, found in (("differ", differ), ("noise", noise)):
+        for what, found in (("differ", differ), ("noise", noise)):
             ordered = sorted(map(measure, found))
             for share in (0.5, 0.99, 1.0) if ordered else ():
                 value = ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-                report.counts[f"{kind}_{name}_{share:g}"] = float(f"{value:.3g}")
+                report.counts[f"{kind}_{what}_{name}_{share:g}"] = float(f"{value:.3g}")
 
 
-def alone(llm: LLM, plain: PlainModel, result: Result, again: list[float]) -> str:
+def alone(llm: LLM, plain: PlainModel, result: Result, scores: Scores) -> str:
     """What the engine says of a result's tokens, as a prompt, and of the same search, while it does
-    nothing else and has nothing cached; again: what `plain` says of the tokens."""
+    nothing else and has nothing cached; scores: what `plain` says of the tokens."""
     tokens, num_prompt = result.token_ids, result.num_prompt_tokens
     llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     [output] = llm.generate([tokens], params, use_tqdm=False)
     scored = (output.prompt_logprobs or [])[num_prompt:]
     said = [token.logprob for token in scored if token is not None]
-    text = f"alone, as a prompt, by {max(differences(result, said, again)):.3g}"
-    if not result.num_beams:
+    worst = max(abs(a - b) for a, b in zip(said, scores.logprobs, strict=True))
+    text = f"alone, as a prompt, by {worst:.3g}"
+    if result.kind != "beams":
         return text
     llm.reset_prefix_cache()
-    search = BeamSearchParams(result.num_beams, max_tokens=result.num_tokens, ignore_eos=True)
+    search = BeamSearchParams(result.num_alike, max_tokens=result.num_tokens, ignore_eos=True)
     [output] = llm.beam_search([tokens[:num_prompt]], search, use_tqdm=False)
-    worst = max(
-        max(differences(each, None, plain.logprobs(each.token_ids, num_prompt)))
-        for each in results_of(output)
-    )
+    worst = max(max(differences(each, plain.scores(each))) for each in results_of(output, search))
     return f"{text}, its search by {worst:.3g}"
 
 
@@ -359,19 +429,8 @@ def run(name: str, seed: int, seconds: float, most: int) -> Report:
     The report's time begins when the engine serves.
     """
     setting, rng = SETTINGS[name], random.Random(seed)
-    options = COMMON | setting.options | {"max_model_len": setting.max_model_len}
-    with (
-        checkpoint(setting) as directory,
-        LLM(
-            str(directory),
-            num_blocks=setting.num_blocks,
-            swap_space=1 << 30,
-            watermark=0.0,
-            max_num_seqs=max(64, setting.most_at_once),
-            max_num_batched_tokens=min(2048, setting.max_model_len),
-            **options,
-        ) as llm,
-    ):
+    with checkpoint(setting) as directory, ExitStack() as serving:
+        llm = serving.enter_context(setting.engine(directory, setting.num_ranks))
         work = LongWork(setting, llm.engine.model_config.vocab_size)
         report, pins = Report(name, seconds), list[str]()
         while not report.is_late:
@@ -381,8 +440,10 @@ def run(name: str, seed: int, seconds: float, most: int) -> Report:
             report.count("rounds")
         for mode, number in llm.engine.scheduler.num_preemptions.items():
             report.counts[f"{mode}_preemptions"] = number
-        results = [each for output in work.outputs for each in results_of(output)]
-        compare(llm, rng.sample(results, min(len(results), most)), report)
+        if setting.num_ranks > 1:  # of which each has a part of the weights
+            serving.close()
+            llm = serving.enter_context(setting.engine(directory, num_ranks=1))
+        compare(llm, rng.sample(work.results, min(len(work.results), most)), report)
     report.require("samples", 1)
     report.show()
     return report

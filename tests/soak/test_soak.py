@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from soak.kills import Answer, Choice, add_reply, make_requests
 from soak.malformed import KINDS
 from soak.offline import Round
 from soak.report import Memory, Report
-from soak.rescored import SETTINGS, LongWork, checkpoint, compare, results_of
+from soak.rescored import RESULT_KINDS, SETTINGS, LongWork, Result, checkpoint, compare
 
 
 def answer_of(*replies: dict[str, object]) -> Answer:
@@ -87,16 +88,34 @@ def test_results_that_differ_by_more_than_rounding_are_violations() -> None:
         LLM(str(directory), max_model_len=256, num_blocks=24, num_threads=1) as llm,
     ):
         work, report = LongWork(setting, 256), Report("part", 60.0)
-        Round(llm, work, rng, report).run()
-        results = [each for output in work.outputs for each in results_of(output)]
-        compare(llm, results, report)
-        assert len(results) > 8
-        assert report.counts["samples"] + report.counts["beams"] == len(results)
-        assert report.counts["differ_rms_1"] < 1e-4
+        for _ in range(4):
+            Round(llm, work, rng, report).run()
+        compare(llm, work.results, report)
+        for kind in RESULT_KINDS:
+            assert report.counts[kind] == sum(each.kind == kind for each in work.results) > 2
+            assert report.counts[f"{kind}_differ_rms_1"] < 1e-4
         assert report.num_violations == 0
+        for kind in RESULT_KINDS:
+            result = next(each for each in work.results if each.kind == kind)
+            before = report.num_violations
+            compare(llm, [wrong(result)], report)
+            assert report.num_violations > before, kind
+        before = report.num_violations
         blocks = llm.engine.executor._worker.runner.kv_cache.blocks  # type: ignore[attr-defined]
         blocks.neg_()  # what was cached is wrong from here on
-        work.outputs.clear()
+        work.results.clear()
         Round(llm, work, rng, report).run()
-        compare(llm, [each for output in work.outputs for each in results_of(output)], report)
-        assert report.num_violations > 0
+        compare(llm, work.results, report)
+        assert report.num_violations > before
+
+
+def wrong(result: Result) -> Result:
+    """The same but for its last token, of which the engine says something else."""
+    if result.kind in ("greedy", "draws"):
+        *others, last = result.token_ids
+        return replace(result, token_ids=[*others, last ^ 1])
+    return replace(
+        result,
+        logprobs=[*result.logprobs[:-1], -9.0],
+        cumulative_logprob=result.cumulative_logprob - 9.0,
+    )
