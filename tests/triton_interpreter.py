@@ -1,23 +1,96 @@
-"""Triton's interpreter, in less time: kernels compute the same."""
+"""Triton's interpreter, in less time: kernels compute the same. And its programs may wait for
+others of their grid, which it runs one after the other."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
+
+import numpy as np
+
+EMPTY = -(2**31)  # as in announcing.py
 
 
 @cache
 def prepare_the_interpreter() -> None:
-    """It leaves out what it would do again and again, or for nothing. A second call does nothing.
+    """It leaves out what it would do again and again, or for nothing, and lets programs wait. A
+    second call does nothing.
 
     TRITON_INTERPRET must be 1 before triton is imported.
     """
+    _let_programs_wait()
     _replace_names_once()
     _leave_out_unheard_checks()
     _keep_types_of_numpy()
     _keep_shapes()
+
+
+class _Programs:
+    """A kernel's function as a launch calls it: once for each program, in the order of the grid.
+
+    While a program waits, the next one that has not begun runs within it.
+    """
+
+    def __init__(self, fn: Any, builder: Any) -> None:
+        self._fn = fn
+        self._builder = builder
+        self._begun: set[tuple[int, ...]] = set()
+        self.__name__, self.__globals__ = fn.__name__, fn.__globals__
+        self.__signature__ = inspect.signature(fn)
+
+    def __call__(self, **args: Any) -> None:
+        index = tuple(self._builder.grid_idx)
+        if index in self._begun:  # within one that waited
+            return
+        self._begun.add(index)
+        outer, self._builder.run_next = getattr(self._builder, "run_next", None), self._run_next
+        self._args = args
+        try:
+            self._fn(**args)
+        finally:
+            self._builder.run_next = outer
+
+    def _run_next(self) -> None:
+        own = tuple(self._builder.grid_idx)
+        following = (
+            each for each in product(*map(range, self._builder.grid_dim)) if each not in self._begun
+        )
+        index = next(following, None)
+        if index is None:
+            raise AssertionError(f"{self.__name__}: {own} waits for what no program leaves")
+        self._builder.set_grid_idx(*index)
+        self(**self._args)
+        self._builder.set_grid_idx(*own)
+
+
+def _let_programs_wait() -> None:
+    """A program waits by volatile loads of integers, until none of them is EMPTY (announcing.py).
+
+    If there is no program left that might leave what it waits for, the launch fails.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    load: Callable[..., Any] = builder.create_masked_load
+    init: Callable[..., None] = interpreter.GridExecutor.__init__
+
+    def load_announced(*args: Any) -> Any:
+        *_, is_volatile = args
+        found = load(*args)
+        if is_volatile and found.data.dtype == np.int32 and (found.data == EMPTY).any():
+            builder.run_next()
+        return found
+
+    def init_executor(self: Any, fn: Any, *args: Any) -> None:
+        init(self, fn, *args)
+        self.fn = _Programs(fn, builder)
+
+    builder.create_masked_load = load_announced
+    interpreter.GridExecutor.__init__ = init_executor
 
 
 def _replace_names_once() -> None:

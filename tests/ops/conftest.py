@@ -29,6 +29,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(autouse=True)
+def _programs_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the interpreter of these tests lets them (triton_interpreter.py)."""
+    if not HAS_GPU:
+        monkeypatch.setattr(attention_decode, "_may_wait", lambda device: True)
+
+
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the interpreter, programs that have nothing to do take as long as others."""

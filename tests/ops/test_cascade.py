@@ -200,6 +200,12 @@ SHARED_CASES = [
     ),
 ]
 SHARED_CASES += [replace(SHARED_CASES[1], sequences=SHARED_CASES[2].sequences, interleaved=True)]
+# Few pairs of sequences and KV heads, of which several programs combine results elsewhere; behind
+# the shared keys, they have fewer splits than that.
+SHARED_CASES += [
+    Case(((130, 1), (150, 1), (96, 1)), num_kv_heads=1, head_dim=16, dtype=torch.float16),
+    Case(((130, 1), (150, 1), (96, 1)), group=2, head_dim=128, dtype=torch.float16),
+]
 SCORED = Case(((90, 1), (150, 1), (81, 1), (113, 1)), group=2, num_kv_heads=2, head_dim=16)
 SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, *FEATURES))]
 SINGLE_FEATURES = [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
@@ -214,8 +220,6 @@ GPU_CASES = [
     )
 ]
 GPU_CASES.append(replace(GPU_CASES[0], group=4, kv_scales=KVScales(0.02, 0.1)))
-# Few pairs of sequences and KV heads, of which several programs combine results elsewhere; behind
-# the shared keys, they have fewer splits than that.
 FEW = ((2100, 1), (1100, 1), (300, 1))
 GPU_CASES += [
     Case(FEW, 16, num_kv_heads, group, head_dim, dtype=torch.bfloat16, rotary_dim=head_dim)
