@@ -137,13 +137,14 @@ class LongWork:
         max_tokens = self._length(rng, min(self._longest // 8, 400))
         if rng.random() < 0.15:
             return BeamSearchParams(rng.randrange(1, 6), max_tokens=max_tokens, ignore_eos=True)
-        temperature = rng.choice((0.0, 1.0))
+        temperature, logprobs = rng.choice((0.0, 1.0)), rng.choice((None, 0))
         return SamplingParams(
             n=rng.choice((1, 1, 1, 2, 5)) if temperature else 1,
             temperature=temperature,
             seed=rng.randrange(1000),
             max_tokens=max_tokens,
-            logprobs=rng.choice((None, 0)),
+            logprobs=logprobs,
+            presence_penalty=rng.choice((0.0, 0.0, 2.0)) if logprobs is None else 0.0,
             prompt_logprobs=rng.choice((None, None, None, 0)),
             ignore_eos=True,
         )
@@ -173,6 +174,7 @@ class Result:
     num_alike: int  # samples or beams of the request
     seed: int  # of draws, with the sample's number
     index: int
+    presence_penalty: float  # of greedy ones and draws
     origin: str  # what the request went through
 
     @property
@@ -189,10 +191,12 @@ def results_of(
     output: RequestOutput, params: SamplingParams | BeamSearchParams
 ) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
-    prompt, num_alike, kind, seed = output.prompt_token_ids, len(output.outputs), "beams", 0
+    prompt, num_alike, kind = output.prompt_token_ids, len(output.outputs), "beams"
+    seed, penalty = 0, 0.0
     origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
     if isinstance(params, SamplingParams):
-        kind, seed = "draws" if params.temperature else "greedy", params.seed or 0
+        kind = "draws" if params.temperature else "greedy"
+        seed, penalty = params.seed or 0, params.presence_penalty
         if params.logprobs is not None:
             kind = "samples"
     for each in output.outputs:
@@ -200,10 +204,13 @@ def results_of(
             continue
         known = [token.logprob for token in each.logprobs or []]
         tokens, total = prompt + each.token_ids, each.cumulative_logprob or 0.0
-        yield Result(kind, tokens, len(prompt), known, total, num_alike, seed, each.index, origin)
+        yield Result(
+            *(kind, tokens, len(prompt), known, total, num_alike, seed, each.index, penalty),
+            origin,
+        )
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result("samples", prompt, 1, known, 0.0, 1, 0, 0, origin)
+        yield Result("samples", prompt, 1, known, 0.0, 1, 0, 0, 0.0, origin)
 
 
 class Scores(NamedTuple):
@@ -284,9 +291,7 @@ class PlainModel:
             tokens = torch.tensor(drawn, device=self._device)
             of_tokens = rows.gather(1, tokens[:, None])[:, 0]
             logprobs += of_tokens.tolist()
-            if result.kind == "greedy":
-                misses += (rows.amax(1) - of_tokens).tolist()
-            elif result.kind == "draws":
+            if result.kind in ("greedy", "draws"):
                 misses += _missed_by(rows, tokens, result, begin + 1 + skipped)
         return Scores(logprobs, misses)
 
@@ -312,11 +317,18 @@ class PlainModel:
 
 
 def _missed_by(logprobs: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
-    """How far random numbers are from those that draw these tokens.
+    """See Scores.misses.
 
-    logprobs: float32 [n, vocab_size]; tokens: [n], of a result, at the positions from `first` on.
+    logprobs: float32 [n, vocab_size], which are changed; tokens: [n], of a result, at the positions
+    from `first` on.
     """
     positions = torch.arange(first, first + len(tokens))
+    if result.presence_penalty:
+        for row, position in zip(logprobs, positions.tolist(), strict=True):
+            seen = set(result.token_ids[result.num_prompt_tokens : position])
+            row[list(seen)] -= result.presence_penalty
+    if result.kind == "greedy":
+        return (logprobs.amax(1) - logprobs.gather(1, tokens[:, None])[:, 0]).tolist()
     numbers = uniforms(
         torch.full_like(positions, result.seed), torch.full_like(positions, result.index), positions
     ).to(logprobs.device)
