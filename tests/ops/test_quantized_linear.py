@@ -580,6 +580,35 @@ def test_many_tokens_are_multiplied_by_a_dequantized_copy(
     assert launched[-1] == 300
 
 
+@pytest.mark.parametrize("has_copy", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_weights_that_were_just_dequantized_are_not_loaded_early(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, num_tokens: int, has_copy: bool
+) -> None:
+    """Our kernels load weights before the preceding ones have ended, of which one writes these."""
+    many_groups = Product(8, 28672, 8192, INT4, 32, False, is_gated=True)
+    assert candidates(many_groups) == (LIBRARY,), "their scales find no room"
+    monkeypatch.setattr(linear_quantized, "candidates", lambda product: (LIBRARY,))
+    form = made("int4", 256, 1152, hopper)
+    kernel = make_kernel(form, torch.bfloat16, has_copy=has_copy)
+    assert kernel is not None
+    kernel._takes_integers = False
+    read: list[Tensor] = []
+
+    def note(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+        read.append(weight)
+        return x @ weight.t()
+
+    monkeypatch.setattr(linear, "_is_fast", lambda x, weight: True)
+    monkeypatch.setattr(linear, "linear_one", note)
+    monkeypatch.setattr(linear, "launch_dense", note)
+    x = inputs(num_tokens, 1152, torch.bfloat16, hopper)
+    kernel.apply(x, None, Epilogue.NONE)
+    kernel.apply_partial(x, None)
+    assert all(weight is kernel._copy for weight in read)
+    assert len(read) == (2 if has_copy else 0)
+
+
 def test_which_products_read_a_dequantized_copy() -> None:
     """Those of Llama 3 8B that took less time with bfloat16 on an H200 than with int4; most of them
     are within a few percent at 1,024 tokens."""

@@ -88,6 +88,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.NONE,
+    is_new: bool = False,
 ) -> Tensor:
     """epilogue(x W^T + b).
 
@@ -96,10 +97,14 @@ def linear(
         weight: [out_features, in_features], dense, of x's dtype.
         bias: [out_features].
         epilogue: fused into our kernels; after cuBLAS's, a kernel of its own.
+        is_new: whether a kernel of the same step writes W. Then cuBLAS multiplies: our kernels load
+            W before the preceding ones have ended (pdl.py).
 
     Returns:
         [num_tokens, out_features], half as wide for a gated epilogue.
     """
+    if is_new:
+        return _plain(x, weight, bias, epilogue)
     num_tokens, size = x.shape
     if num_tokens == 1 and _is_dense(x, weight):
         return linear_one(x, weight, bias, epilogue)
@@ -112,17 +117,19 @@ def linear(
     return out
 
 
-def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_partial(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, is_new: bool = False
+) -> Tensor:
     """x W^T + b, or its split-K partial sums [num_splits, num_tokens, out_features].
 
     The norm that follows adds them up, so no split waits for the others. Partial sums have
-    PARTIAL_DTYPE.
+    PARTIAL_DTYPE. is_new: see `linear`.
     """
     num_tokens, size = x.shape
     num_rows = weight.shape[0]
     if num_tokens == 1 or not _is_fast(x, weight):
-        return linear(x, weight, bias)
-    tiles = choose_tiles(num_tokens, num_rows, size, Epilogue.NONE)
+        return linear(x, weight, bias, is_new=is_new)
+    tiles = None if is_new else choose_tiles(num_tokens, num_rows, size, Epilogue.NONE)
     if tiles is None and bias is None and pays_as_two_splits(num_tokens, num_rows, size):
         splits = (2, size // 2)
         return torch.bmm(
@@ -131,7 +138,7 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
             out_dtype=PARTIAL_DTYPE,
         )
     if tiles is None or tiles.splits == 1:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, is_new=is_new)
     out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
     launch_dense(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
     return out

@@ -7,10 +7,11 @@ other linear_ring.py's, and times 4 bits it may be linear_gemv_packed.py's). Up 
 tokens times FP8 with scales of outputs are linear_hopper.py's, with two e4m3 numbers for each
 input, of all its bits. A model that was made for it has its inputs rounded to FP8, too, if
 they are more than a few: with a scale for each token, for each 512 inputs where attention rounds
-up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise W is dequantized
-into a workspace first, and computed with as any other weight: that costs as much as writing it, and
-the product with many tokens costs more. Where there is memory for a dequantized copy of W, nothing
-has to be written, and with more than 128 tokens products may read the copy.
+up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise, and where scales
+of small groups find no room beside W, that is dequantized into a workspace first, and cuBLAS
+multiplies: that costs as much as writing W, and the product with many tokens costs more. Where
+there is memory for a dequantized copy of W, nothing has to be written, and with more than 128
+tokens products may read the copy.
 """
 
 from __future__ import annotations
@@ -398,7 +399,7 @@ class QuantizedCudaLinear:
         if isinstance(choice, PackedPrograms):
             return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
-            return linear_partial(x, self._dense(x.dtype), bias)
+            return linear_partial(x, self._dense(x.dtype), bias, is_new=self._copy is None)
         if choice.splits == 1:
             return self._apply(x, bias, Epilogue.NONE)
         shape = (choice.splits, num_tokens, stored.shape[0])
@@ -500,7 +501,7 @@ class QuantizedCudaLinear:
             parts = self._multiply_packed(x, bias, Epilogue.NONE, choice)
             return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):
-            return linear(x, self._dense(x.dtype), bias, epilogue)
+            return linear(x, self._dense(x.dtype), bias, epilogue, is_new=self._copy is None)
         out = x.new_empty((len(x), self._num_results(epilogue)))
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
         return out
@@ -515,7 +516,7 @@ class QuantizedCudaLinear:
         return out
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
-        """W, until another weight is dequantized."""
+        """The copy of W, or W in a workspace, until another weight is dequantized."""
         if self._copy is not None:
             return self._copy
         num_rows, size = self._stored.shape
