@@ -345,7 +345,8 @@ class Stack(nn.Module):
         positions = config.positions
         self.embedding_norm: Norm | None = None
         if config.embedding_norm is not None:
-            reduction = Reduction(communicator, ReductionSite.ATTENTION)
+            # A site at which no layer begins or ends: consecutive reductions must have others.
+            reduction = Reduction(communicator, ReductionSite.CROSS_ATTENTION)
             self.embedding_norm = make_norm(config.embedding_norm, reduction)
         self.positions = (
             None if positions is None else make_positions(positions, hidden_size, device)
