@@ -609,6 +609,26 @@ def test_weights_that_were_just_dequantized_are_not_loaded_early(
     assert len(read) == (2 if has_copy else 0)
 
 
+def test_weights_of_another_model_leave_a_workspace_where_it_is(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured graphs have its address."""
+    monkeypatch.setattr(linear_quantized, "_workspaces", {})
+    first, second, third = (
+        make_kernel(made("int4", num_rows, 256, hopper), torch.bfloat16)
+        for num_rows in (128, 256, 512)
+    )
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    place = second._dense(torch.bfloat16).data_ptr()
+    assert first._dense(torch.bfloat16).data_ptr() == place, "one for all weights of a model"
+    larger = make_kernel(made("int4", 1024, 256, hopper), torch.bfloat16)
+    assert larger is not None
+    assert larger._dense(torch.bfloat16).data_ptr() != place
+    assert first._dense(torch.bfloat16).data_ptr() == place
+
+
 def test_which_products_read_a_dequantized_copy() -> None:
     """Those of Llama 3 8B that took less time with bfloat16 on an H200 than with int4; most of them
     are within a few percent at 1,024 tokens."""

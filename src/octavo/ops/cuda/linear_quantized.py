@@ -308,6 +308,8 @@ class QuantizedCudaLinear:
         has_whole_pieces = stored.group in (0, BLOCK) and takes_ring(*stored.shape, is_float8=True)
         self._is_in_ring = (is_chained or follows_experts) and takes_one and has_whole_pieces
         self._follows_experts = follows_experts
+        # For good, once it is used: captured graphs have its address.
+        self._workspace: Tensor | None = None
         if self._copy is None:
             _reserve(stored, dtype)
 
@@ -520,7 +522,9 @@ class QuantizedCudaLinear:
         if self._copy is not None:
             return self._copy
         num_rows, size = self._stored.shape
-        dense = _workspaces[self._stored.weight.device, dtype][: num_rows * size]
+        if self._workspace is None:
+            self._workspace = _workspaces[self._stored.weight.device, dtype]
+        dense = self._workspace[: num_rows * size]
         dequantize(self._stored, dense.view(num_rows, size))
         return dense.view(num_rows, size)
 
