@@ -35,7 +35,12 @@ MODELS = {
     "opt-13b 40/40": (40, 40, 40, False),
     "qwen3-0.6b 16/8": (16, 8, 28, True),
 }
-SHAPES = MODELS | {"gemma-2-9b 16/8": (16, 8, 42, True)}
+SHAPES = MODELS | {
+    "gemma-2-9b 16/8": (16, 8, 42, True),
+    "qwen3-30b-a3b 32/4": (32, 4, 48, True),
+    "gemma-3-4b 8/4": (8, 4, 34, True),
+}
+HEAD_DIMS = {"gemma-3-4b 8/4": 256}  # others: HEAD_DIM
 BEYOND_L2 = 400 << 20  # bytes
 
 

@@ -2,8 +2,9 @@
 
 Beams and samples share their prompt and their common ancestors, requests a common prefix. Without
 cascade attention each sequence reads the shared keys; with it they are read once. One layer, in
-microseconds per launch, replayed from a CUDA graph; scattered blocks of 16 tokens; bf16, head size
-128. Prints a table, and one JSON line at the end.
+microseconds per launch, replayed from a CUDA graph; scattered blocks of 16 tokens; bf16. Prints a
+table, and one JSON line at the end. --few measures few sequences, of which cascade attention pays
+for long contexts alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from attention_work import BLOCK_SIZE, HEAD_DIM, MODELS, Work, seconds
+from attention_work import BLOCK_SIZE, HEAD_DIM, HEAD_DIMS, MODELS, SHAPES, Work, seconds
 from gpu_harness import report
 
 from octavo.ops import CascadeSegments
@@ -40,6 +41,11 @@ CASES = {
     "64 after 1,024, 96 each": Case(1, 64, 1024, 96),
     "512 after 1,024, 96 each": Case(1, 512, 1024, 96),
 }
+FEW = {
+    f"{groups} x {size} after {shared:,}": Case(groups, size, shared, 32)
+    for groups, size in ((1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (4, 2), (4, 4))
+    for shared in (512, 1024, 2048, 4096, 8192, 16384)
+}
 
 
 def shared_segments(case: Case) -> CascadeSegments:
@@ -55,7 +61,8 @@ def shared_segments(case: Case) -> CascadeSegments:
 def measure(model: str, case: Case) -> dict[str, float]:
     """Microseconds per launch without and with cascade attention, and TB/s of the latter."""
     num_seqs = case.groups * case.size
-    work = Work(model, num_seqs, case.shared + case.own, new=1)
+    head_dim = HEAD_DIMS.get(model, HEAD_DIM)
+    work = Work(model, num_seqs, case.shared + case.own, new=1, head_dim=head_dim)
     common = work.table[:: case.size, : case.shared // BLOCK_SIZE]
     work.table[:, : case.shared // BLOCK_SIZE] = common.repeat_interleave(case.size, 0)
     plain = seconds(work.forward, work.num_layers, 2 * work.num_layers)
@@ -65,7 +72,7 @@ def measure(model: str, case: Case) -> dict[str, float]:
     error = (work.forward(0).float() - expected).abs().max().item()
     assert error < 0.02, f"{model}, {case}: outputs differ by {error}"
     keys = case.groups * case.shared + num_seqs * case.own
-    num_bytes = keys * work.kv_heads * 2 * HEAD_DIM * 2
+    num_bytes = keys * work.kv_heads * 2 * head_dim * 2
     return {
         "plain": round(plain * 1e6, 1),
         "cascade": round(cascade * 1e6, 1),
@@ -76,7 +83,8 @@ def measure(model: str, case: Case) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(SHAPES))
+    parser.add_argument("--few", action="store_true", help="few sequences")
     parser.add_argument(
         "--configs",
         nargs="*",
@@ -95,7 +103,7 @@ def main() -> None:
             for model in arguments.models:
                 cells = results[f"{model}, {config}"] = {}
                 print(f"{model}, {config}")
-                for name, case in CASES.items():
+                for name, case in (FEW if arguments.few else CASES).items():
                     cells[name] = measure(model, case)
                     values = "  ".join(f"{k} {v:g}" for k, v in cells[name].items())
                     print(f"  {name:<28}{values}", flush=True)

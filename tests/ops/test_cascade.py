@@ -22,7 +22,7 @@ from octavo.ops.cuda.attention_work_items import (
     decode_items,
 )
 from octavo.worker import cascade
-from octavo.worker.cascade import SegmentFinder, find_segments
+from octavo.worker.cascade import SegmentFinder, find_segments, least_saved_keys
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -164,6 +164,21 @@ def test_nothing_is_shared_where_it_would_not_pay() -> None:
     assert find_segments(tables, contexts, BLOCK) is None
 
 
+def test_few_sequences_share_long_contexts_alone() -> None:
+    """Per layer, 64 MiB of keys and values must be saved; a key and its value take 4 KiB here."""
+    least = least_saved_keys(num_kv_heads=8, head_dim=128, element_bytes=2)
+    assert least == 16 << 10
+    assert least_saved_keys(4, 256, 2) == 24 << 10
+    assert least_saved_keys(8, 128, 1) == 32 << 10
+    for size, blocks in ((2, 1023), (9, 127)):
+        shorter, longer = (
+            grown([(0, 0, 20_000), *[(0, each, 8)] * (size - 1)], width=1300)
+            for each in (blocks, blocks + 1)
+        )
+        assert find_segments(*shorter, BLOCK, least) is None
+        assert find_segments(*longer, BLOCK, least) is not None
+
+
 def test_where_results_find_no_room_nothing_is_cut() -> None:
     tables, contexts = grown([(0, 0, 200)] + [(0, 12, 8)] * MAX_CASCADE_RESULTS)
     found = find_segments(tables, contexts, BLOCK)
@@ -278,7 +293,9 @@ def test_on_the_gpu(case: Case) -> None:
 def test_where_windows_move_over_the_keys_none_are_looked_for() -> None:
     tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
     rows, ones = np.arange(2), np.ones(2, np.int64)
-    with_window = SegmentFinder([BLOCK] * 2, [True, False])
+    with_window = SegmentFinder([BLOCK] * 2, [True, False], least_saved=0)
     assert with_window.find(np.stack([tables, tables]), rows, ones, contexts)[0] is None
     assert with_window.find(np.stack([tables, tables]), rows, ones, contexts)[1] is not None
-    assert SegmentFinder([BLOCK], [True]).find(tables[None], rows, ones, contexts) == []
+    assert (
+        SegmentFinder([BLOCK], [True], least_saved=0).find(tables[None], rows, ones, contexts) == []
+    )

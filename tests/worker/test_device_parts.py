@@ -46,7 +46,7 @@ def device_tables(
     block_size: int, have_windows: list[bool], num_rows: int, max_blocks: int
 ) -> BlockTables:
     sizes = [block_size] * len(have_windows)
-    on_device = DeviceTables(sizes, have_windows, num_rows, max_blocks, DEVICE)
+    on_device = DeviceTables(sizes, have_windows, num_rows, max_blocks, DEVICE, least_saved=0)
     return BlockTables(sizes, num_rows, on_device)
 
 

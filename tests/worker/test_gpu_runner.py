@@ -326,6 +326,7 @@ def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(
 ) -> None:
     """Prompts, decodes, samples and beams that share blocks, cascades; blocks hold NaN before."""
     monkeypatch.setattr(cascade, "MIN_KEYS", 16)
+    monkeypatch.setattr(cascade, "MIN_BYTES", 0)
     directory = model_zoo.model_directory("llama3")
     overlapped, plain = engines_of(directory, 11, "swap", kv_cache_dtype="fp8")
     kv_cache = overlapped.executor.runner.kv_cache  # type: ignore[attr-defined]
@@ -405,6 +406,7 @@ def test_keys_of_gangs_and_common_prefixes_are_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_KEYS", 64)
+    monkeypatch.setattr(cascade, "MIN_BYTES", 0)
     overlapped, plain = engines(name, 56, "recompute")
     calls = 0
 
@@ -626,6 +628,7 @@ def test_groups_may_have_blocks_of_different_lengths() -> None:
 def test_shared_keys_are_read_once_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers with full attention in two groups, beside six with windows."""
     monkeypatch.setattr(cascade, "MIN_KEYS", 32)
+    monkeypatch.setattr(cascade, "MIN_BYTES", 0)
     calls = 0
 
     def counted(*args: object) -> None:
@@ -673,7 +676,7 @@ def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
     tables = np.zeros((2, 3, 40), np.int32)
     tables[:, :, :30] = np.arange(1, 31)
     rows, ones = np.arange(3), np.ones(3, np.int64)
-    finder = cascade.SegmentFinder([16, 16, 16], [False, False, True])
+    finder = cascade.SegmentFinder([16, 16, 16], [False, False, True], least_saved=0)
     found = finder.find(np.stack([*tables, tables[0]]), rows, ones, np.full(3, 470))
     assert found[0] is not None
     assert found[2] is None

@@ -154,6 +154,7 @@ class DeviceTables:
         num_rows: int,
         max_blocks: int,
         device: torch.device,
+        least_saved: int,
     ) -> None:
         """Allocates all memory now, since captured graphs keep the addresses.
 
@@ -161,8 +162,9 @@ class DeviceTables:
             block_sizes: tokens per block, by KV group.
             have_windows: whether layers of a group see only the last tokens; one entry per group.
             max_blocks: blocks of the longest sequence, in any group.
+            least_saved: keys that cascade attention must save; see `least_saved_keys`.
         """
-        self.segments = SegmentFinder(block_sizes, have_windows)
+        self.segments = SegmentFinder(block_sizes, have_windows, least_saved)
         shape = len(have_windows), num_rows, max_blocks
         self._all = torch.zeros(shape, dtype=torch.int32, device=device)
         self.tables = self._all.unbind()

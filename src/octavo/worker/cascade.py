@@ -18,21 +18,35 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 # Measured (ops/cuda/attention_cascade.py): with shorter segments, cascade attention is no faster,
-# since sequences that run at the same time find the shared keys in the L2 cache.
+# since sequences that run at the same time find the shared keys in the L2 cache. Nor where little
+# is saved in all (docs/experiments.md, Few sequences that share keys): it is a kernel more, and the
+# last program of a sequence has more results to combine.
 MIN_KEYS = 256  # per segment
 MIN_SAVING = 0.25  # as a fraction of the keys that the step reads
+MIN_BYTES = 64 << 20  # of keys and values that a layer need not read
+_WIDE, _MORE_OF_WIDE = 128, 1.5  # heads of more elements, whose tiles are smaller, need more
+
+
+def least_saved_keys(num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """How many keys a layer must save for cascade attention to pay off."""
+    saved = MIN_BYTES * (_MORE_OF_WIDE if head_dim > _WIDE else 1)
+    return int(saved / (2 * num_kv_heads * head_dim * element_bytes))
 
 
 class SegmentFinder:
     """Caches the segments: while the same sequences decode, tables only grow at their ends."""
 
-    def __init__(self, block_sizes: Sequence[int], have_windows: Sequence[bool]) -> None:
+    def __init__(
+        self, block_sizes: Sequence[int], have_windows: Sequence[bool], least_saved: int
+    ) -> None:
         """
         Args:
             block_sizes: tokens per block, by KV group.
             have_windows: which KV groups have a sliding window, and so no cascade attention.
+            least_saved: see `least_saved_keys`.
         """
         self._block_sizes = block_sizes
+        self._least_saved = least_saved
         self._have_windows = have_windows
         self._rows: Int64s | None = None
         self._found: list[CascadeSegments | None] = []
@@ -59,7 +73,9 @@ class SegmentFinder:
             self._rows = rows
             contexts = contexts[singles]
             self._found = [
-                None if has_window else find_segments(table[rows], contexts, size)
+                None
+                if has_window
+                else find_segments(table[rows], contexts, size, self._least_saved)
                 for table, has_window, size in zip(
                     tables, self._have_windows, self._block_sizes, strict=True
                 )
@@ -84,12 +100,15 @@ def _agree(found: Sequence[CascadeSegments | None], have_windows: Sequence[bool]
     return all(other is not None and all(map(np.array_equal, full[0], other)) for other in full[1:])
 
 
-def find_segments(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeSegments | None:
+def find_segments(
+    tables: Int32s, contexts: Int64s, block_size: int, least_saved: int = 0
+) -> CascadeSegments | None:
     """The shared segments for which cascade attention pays off; None if there are none.
 
     Args:
         tables: int32 [num_seqs, max_blocks]; entries beyond a context may be anything.
         contexts: int64 [num_seqs]: tokens in the cache after this step, the new one included.
+        least_saved: see `least_saved_keys`.
     """
     if contexts.max(initial=0) <= MIN_KEYS:
         return None
@@ -111,7 +130,8 @@ def find_segments(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeS
         return None
     begins, ends, first, last = segments.T
     sizes = last - first
-    if ((sizes - 1) * (ends - begins)).sum() * block_size < MIN_SAVING * contexts.sum():
+    num_saved = ((sizes - 1) * (ends - begins)).sum() * block_size
+    if num_saved < max(least_saved, MIN_SAVING * contexts.sum()):
         return None
     starts = np.zeros(len(sizes) + 1, np.int32)
     sizes.cumsum(out=starts[1:])

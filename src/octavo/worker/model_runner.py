@@ -45,6 +45,7 @@ from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import ConstraintLibrary, Words, num_words
 from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
+from octavo.worker.cascade import least_saved_keys
 from octavo.worker.device.base import Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import InputBatch, Int32s, Int64s, ModelInput, PromptChunk
@@ -166,7 +167,10 @@ class ModelRunner:
         masks = RowMasks(num_rows, vocab_size, library)
         if config.owns_process and find_spec("llguidance") is not None:
             masks.prepare()
-        tables = _make_tables(layout, block_size, num_rows, self._longest, device)
+        least_saved = least_saved_keys(
+            model_config.num_kv_heads, model_config.head_dim, self.kv_cache.blocks.itemsize
+        )
+        tables = _make_tables(layout, block_size, num_rows, self._longest, device, least_saved)
         self._batch = InputBatch(tables, num_rows, self._staging, masks, encoder is not None)
         vocabulary = VocabularyShard(vocab_size, communicator)
         drawer = device.drawer(self._draw_staging, vocab_size)
@@ -596,11 +600,12 @@ def _num_shapes(layers: Sequence[LayerSpec], places: Sequence[LayerPlace]) -> in
 
 
 def _make_tables(
-    layout: KVLayout, block_size: int, num_rows: int, longest: int, device: Device
+    layout: KVLayout, block_size: int, num_rows: int, longest: int, device: Device, least_saved: int
 ) -> BlockTables:
     """The block tables of all rows; also on the device, if its attention reads them there.
 
-    longest: tokens of the longest sequence, or of the longest input of an encoder.
+    longest: tokens of the longest sequence, or of the longest input of an encoder; least_saved: see
+    `least_saved_keys`.
     """
     block_sizes = layout.block_sizes(block_size)
     on_device = None
@@ -608,7 +613,7 @@ def _make_tables(
         max_blocks = -(-longest // min(block_sizes))
         have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
         on_device = DeviceTables(
-            block_sizes, have_windows, num_rows, max_blocks, device.torch_device
+            block_sizes, have_windows, num_rows, max_blocks, device.torch_device, least_saved
         )
     of_encoder = [isinstance(spec, CrossAttention) for spec in layout.specs]
     return BlockTables(block_sizes, num_rows, on_device, of_encoder)

@@ -19,6 +19,8 @@ reads all its keys, and with this kernel (rows, keys per tile, warps, tiles in f
   64 x 4 beams, 512 + 32                         78            61            67
   4 x 8 beams, 2,048 + 128                       48            38            32
   512 behind 1,024, 96 each                     246           132           105
+Of few sequences it pays for long contexts alone (docs/experiments.md, Few sequences that share
+keys); worker/cascade.py has the limits.
 """
 
 from __future__ import annotations
