@@ -26,6 +26,7 @@ from octavo.ops.cuda import (
     linear_hopper_packed,
     linear_quantized,
     linear_ring,
+    quantized_tiles,
     stored_weights,
 )
 from octavo.ops.cuda import norm as cuda_norm
@@ -462,6 +463,53 @@ def test_all_candidates_of_tiles_compute_the_same(
         assert relative(out, wanted) < TOLERANCE, tiles
 
 
+@pytest.mark.parametrize(
+    ("is_gated", "memory", "splits"), [(False, 56_000, [3, 1]), (True, 30_000, [2])]
+)
+def test_scales_of_small_groups_find_room(
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    is_gated: bool,
+    memory: int,
+    splits: list[int],
+) -> None:
+    """Of many inputs, in larger programs or in more splits; here there is little memory instead."""
+    form = made("int4-small", 256, 2304, hopper)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    product = Product.of(5, stored, is_gated)
+    assert product is not None
+    monkeypatch.setattr(quantized_tiles, "_NUM_SMS", 1)
+    monkeypatch.setattr(quantized_tiles, "_SHARED_MEMORY", memory)
+    found = candidates.__wrapped__(product)
+    assert [tiles.splits for tiles in found] == splits
+    epilogue = Epilogue.SILU_MUL if is_gated else Epilogue.NONE
+    x = inputs(5, 2304, torch.bfloat16, hopper)
+    wanted = apply_epilogue(x.float() @ form.dequantize().t(), epilogue)
+    for tiles in found:
+        out = x.new_empty(5, product.num_rows)
+        launch(x, stored, None, out, epilogue, tiles, is_partial=False)
+        assert relative(out, wanted) < TOLERANCE, tiles
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "is_gated"),
+    [(28672, 8192, True), (8192, 28672, False), (53248, 16384, True), (16384, 53248, False)],
+)
+def test_few_tokens_are_multiplied_by_integers_of_any_group(
+    num_rows: int, size: int, is_gated: bool, group: int
+) -> None:
+    """In the MLPs of Llama 3 70B and 405B; dequantizing first would take longer than bfloat16."""
+    for tokens in (1, 8, 16, 32, 64):
+        for tiles in candidates(Product(tokens, num_rows, size, INT4, group, False, is_gated)):
+            assert tiles != LIBRARY
+            if isinstance(tiles, Tiles):
+                in_tiles = 2 * num_rows if is_gated else num_rows
+                partial = 4 * tiles.splits * in_tiles * max(tokens, 8)
+                assert tiles.splits == 1 or partial < 46 << 20, "partial sums find room"
+
+
 SHARED_TILES = [
     (100, 128, 7, True, Epilogue.SILU_MUL),  # a program has steps of several tiles
     (300, 128, 4, True, Epilogue.NONE),  # and a whole one
@@ -586,8 +634,6 @@ def test_weights_that_were_just_dequantized_are_not_loaded_early(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch, num_tokens: int, has_copy: bool
 ) -> None:
     """Our kernels load weights before the preceding ones have ended, of which one writes these."""
-    many_groups = Product(8, 28672, 8192, INT4, 32, False, is_gated=True)
-    assert candidates(many_groups) == (LIBRARY,), "their scales find no room"
     monkeypatch.setattr(linear_quantized, "candidates", lambda product: (LIBRARY,))
     form = made("int4", 256, 1152, hopper)
     kernel = make_kernel(form, torch.bfloat16, has_copy=has_copy)

@@ -125,6 +125,10 @@ def launch(
     assert x_scales is None or (scale == SCALE_SUMS and stored.format == FLOAT8)
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = split_workspace(x.device)
+    if reduces:
+        num_tiles = grid[0] * grid[1]
+        assert num_tiles <= len(arrivals)
+        assert num_tiles * tiles.splits * tiles.tokens * tiles.rows <= len(sums)
     quantized_linear_kernel[grid](
         block_descriptor(x, tiles.tokens, BLOCK),
         _weight_descriptor(stored, rows, epilogue),

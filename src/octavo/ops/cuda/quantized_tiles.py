@@ -36,6 +36,7 @@ _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _PERSISTENT_MEMORY = 227_000  # beside barriers and what the end of a tile takes
 _MAX_SPLITS = 8
+_PARTIAL_BYTES = 32 << 20  # of partial sums, of more splits than it takes to fill the SMs
 _LONG_ROW = 8192  # inputs of which two programs on each SM take splits
 MOST_IN_TWO = 64  # tokens whose inputs are two e4m3 numbers each; with more, gates and ups lose
 _MOST_OF_TILE_IN_TWO = 32  # of them in a tile
@@ -204,16 +205,18 @@ def _simple_candidates(product: Product) -> list[Tiles]:
         kinds = [(product.tokens, *pair, False) for pair in pairs]
     else:
         kinds = [(128, 64, 2, False), (256, 128, 1, False)]
-    found: list[Tiles] = []
+    found: dict[Tiles, None] = {}
     for tokens, rows, per_sm, by_warp in kinds:
         if registers_for(rows // 16 + 4, per_sm) < tokens // 2 + _LEAST_REGISTERS:
             continue  # the compiler would fail
         tiles = _fitting(product, tokens, rows, per_sm)
         if tiles is not None:
-            tiles = replace(tiles, scales_weights=scales_weights, by_warp=by_warp)
-            if tiles not in found:
-                found.append(tiles)
-    return found
+            found[replace(tiles, scales_weights=scales_weights, by_warp=by_warp)] = None
+    if not found and product.tokens < 128:  # scales of many small groups take the room
+        tokens = max(product.tokens, _FEWEST_TOKENS)
+        kept = (_fitting(product, tokens, 64, per_sm, cuts_more=True) for per_sm in (2, 1))
+        found = {tiles: None for tiles in kept if tiles is not None}
+    return list(found)
 
 
 def _persistent_candidates(product: Product) -> list[Tiles]:
@@ -304,20 +307,29 @@ class Division:
         return whole * num_blocks + (self.per_program if self.num_shared else 0)
 
 
-def _fitting(product: Product, tokens: int, rows: int, per_sm: int) -> Tiles | None:
-    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
+def _fitting(
+    product: Product, tokens: int, rows: int, per_sm: int, cuts_more: bool = False
+) -> Tiles | None:
+    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit.
+
+    cuts_more: with more splits, if it takes these for their scales to fit.
+    """
     num_tiles = triton.cdiv(product.weight_rows, rows) * triton.cdiv(product.tokens, tokens)
     num_blocks = triton.cdiv(product.size, BLOCK)
-    splits = _splits(product.tokens, num_tiles, num_blocks, per_sm)
-    per_split = triton.cdiv(num_blocks, splits)
-    groups = staged_groups(product.size, product.group, splits)
-    staged = (6 if product.has_zeros else 4) * groups * rows
-    stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
-    stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
-    if stages < min(2, per_split):
-        return None
-    stages = max(stages, 1)
-    return Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1)
+    fewest = most = _splits(product.tokens, num_tiles, num_blocks, per_sm)
+    if cuts_more:
+        most = max(fewest, min(_MAX_SPLITS, _PARTIAL_BYTES // (4 * num_tiles * tokens * rows)))
+    for splits in range(fewest, most + 1):
+        per_split = triton.cdiv(num_blocks, splits)
+        if triton.cdiv(num_blocks, per_split) < splits:
+            continue  # one of them would be empty
+        groups = staged_groups(product.size, product.group, splits)
+        staged = (6 if product.has_zeros else 4) * groups * rows
+        stage = row_bytes(product.format) * rows + 2 * BLOCK * tokens
+        stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
+        if stages >= min(2, per_split):
+            return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
+    return None
 
 
 def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -> int:
