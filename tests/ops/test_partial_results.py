@@ -1,8 +1,8 @@
 """What programs leave for each other in attention: simulated as a GPU carries it out.
 
-Triton's interpreter runs one program after the other, so that there no program waits for a later
-one, and on a GPU several combine what here one does (attention_decode.py). Who does what follows
-from a step's work items alone.
+Who leaves a result where, and who combines which, follows from a step's work items alone
+(attention_decode.py), so it can be looked at for many more steps, and larger ones, than Triton's
+interpreter carries out.
 """
 
 from __future__ import annotations
