@@ -414,10 +414,6 @@ class _Namespaces:
             "copy_async": copies.add,
             "fetch_tile": _fetch,
             "sync_threads": lambda: None,
-            # attention_prefill_hopper.py's names of these three
-            "_copy": copies.add,
-            "_fetch_tile": _fetch,
-            "_barrier": lambda: None,
             **_in_cluster(cluster, rank, halts),
             "_transposed": lambda x: x.unflatten(1, (-1, 8)).mT.flatten(1, 2),
         }

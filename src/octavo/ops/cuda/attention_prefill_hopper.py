@@ -37,10 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from octavo.ops.cuda.attention_scores import TANH
 from octavo.ops.cuda.claims import claimed, make_claims, next_number, tell
 from octavo.ops.cuda.devices import num_sms
-from octavo.ops.cuda.hopper import copy_async as _copy
-from octavo.ops.cuda.hopper import fetch_tile as _fetch_tile
-from octavo.ops.cuda.hopper import reinterpreted, swizzled_descriptor
-from octavo.ops.cuda.hopper import sync_threads as _barrier
+from octavo.ops.cuda.hopper import (
+    copy_async,
+    fetch_tile,
+    reinterpreted,
+    swizzled_descriptor,
+    sync_threads,
+)
 from octavo.ops.cuda.paged import LOWEST, PREFILL_FIELDS
 from octavo.ops.cuda.pdl import launch_options
 
@@ -240,7 +243,7 @@ def _tell(claims, taken, turn, number):
 def _take(claims, taken, turn):
     """Wait for the unit of a turn, and free its slot."""
     number = claimed(claims, turn)
-    _barrier()
+    sync_threads()
     mbarrier.arrive(taken.index(turn % _SLOTS), count=1)
     return number
 
@@ -275,7 +278,7 @@ def _fetch_boxes(cache, rows, of_head, boxes, stage, bar, BOXES: gl.constexpr, P
         row = gl.max(gl.where(lane == box, rows, 0), 0) + of_head
         for part in gl.static_range(PARTS):
             target = boxes.index((stage * PARTS + part) * BOXES + box)
-            _fetch_tile(cache, [row, part * _COLUMNS], bar, target)
+            fetch_tile(cache, [row, part * _COLUMNS], bar, target)
 
 
 @gluon.jit
@@ -292,7 +295,7 @@ def _clear_behind(boxes, stage, first, written, TILE: gl.constexpr, PARTS: gl.co
             values = few.load(LAYOUT)
             few.store(gl.where(is_key[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
-    _barrier()
+    sync_threads()
 
 
 @gluon.jit
@@ -436,7 +439,7 @@ def _copy_queries(
                 way = 2 * buffer + i // (COPIES // 2)
                 target = boxes.index((way * PARTS + part) * (COPIES // 2) + i % (COPIES // 2))
                 source = query + place[:, None] + (part * _COLUMNS + column)[None, :]
-                _copy(target, source, mask=inside)
+                copy_async(target, source, mask=inside)
         async_copy.mbarrier_arrive(queries_ready.index(buffer), increment_count=False)
         _put(fields, buffer, 0, is_there.to(gl.int32))
         _put(fields, buffer, 1, head)
@@ -445,7 +448,7 @@ def _copy_queries(
         _put(fields, buffer, 4, end)
         _put(fields, buffer, 5, position)
         _put(fields, buffer, 6, count)
-        _barrier()
+        sync_threads()
         mbarrier.arrive(queries_ready.index(buffer), count=1)
         turn += 1
 
@@ -583,7 +586,7 @@ def _add_tiles(
         mbarrier.wait(values_ready.index(before), ((step + i - 1) // STAGES) & 1)
         acc = warpgroup_mma(weights, value_tiles.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        _barrier()
+        sync_threads()
         mbarrier.arrive(keys_free.index(stage), count=1)
         scores = _capped(scores, inner)
         if MASKED:
@@ -594,7 +597,7 @@ def _add_tiles(
         found = _in_order(found.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
         mbarrier.wait(values_ready.index(before), ((step + i - 1) // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
+        sync_threads()
         mbarrier.arrive(values_free.index(before), count=1)
         weights = gl.convert_layout(found.to(weights.dtype), LEFT)
         decay = gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
@@ -648,7 +651,7 @@ def _attend(
     keys = key_tiles.index(0).permute((1, 0))
     scores = warpgroup_mma(query_tiles.index(way), keys, none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    _barrier()
+    sync_threads()
     mbarrier.arrive(keys_free.index(0), count=1)
     while is_there:
         buffer = turn % BUFFERS
@@ -688,7 +691,7 @@ def _attend(
             state, queries, tiles, barriers, step, place, start, num_tiles, True, WINDOW
         )
         acc, weights, top, total = state
-        _barrier()
+        sync_threads()
         mbarrier.arrive(queries_free.index(buffer), count=1)
         # With the last values, the next unit's queries are multiplied by its first keys; if there
         # is none, by anything.
@@ -705,7 +708,7 @@ def _attend(
         keys = key_tiles.index(stage).permute((1, 0))
         scores = warpgroup_mma(queries, keys, none, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        _barrier()
+        sync_threads()
         mbarrier.arrive(values_free.index(last_stage), count=1)
         total = gl.where(total == 0.0, 1.0, total)  # of rows behind the last token
         acc = acc * gl.convert_layout(value_scale / total, gl.SliceLayout(1, SUMS))[:, None]
@@ -717,7 +720,7 @@ def _attend(
         inside = (row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
         gl.store(output + target[:, None] + column[None, :], result, mask=inside)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        _barrier()
+        sync_threads()
         mbarrier.arrive(keys_free.index(stage), count=1, pred=next_there)
         is_there = next_there
         head = next_head
