@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,25 @@ def test_a_layer_norm_without_scale_and_shift(device: torch.device) -> None:
     x = torch.randn(3, 40, device=device)
     [actual] = norm(x, Affine(None), EPS, None, is_rms=False)
     torch.testing.assert_close(actual, F.layer_norm(x, (40,), eps=EPS))
+
+
+def test_partial_sums_may_be_farther_apart_than_32_bits_say(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """As what eight experts contribute to 131,072 tokens of 4,096 elements is."""
+    stride, before, shape = 2**31 - 64, 128, (3, 2, 64)
+    num_elements = before + 2 * stride + 128
+    if device.type == "cpu":  # a file with holes: few pages of its 8 GiB are ever there
+        file = tmp_path / "parts"
+        memory = torch.from_file(str(file), shared=True, size=num_elements, dtype=torch.float16)
+    else:
+        memory = torch.empty(num_elements, dtype=torch.float16, device=device)
+    parts = memory.as_strided(shape, (stride, 64, 1), before)
+    parts.copy_(torch.randn(shape))
+    residual = torch.randn(2, 64, device=device).half()
+    total = (residual.float() + parts.float().sum(0)).half()
+    norm(parts, Affine(None), EPS, residual, is_rms=True)
+    torch.testing.assert_close(residual, total)
 
 
 FORMS = {

@@ -183,9 +183,10 @@ def _num_warps(block: int, num_rows: int, num_splits: int, exchanges: bool) -> i
 @triton.jit
 def _sum_of_splits(start, stride, inside, columns, SPLITS: tl.constexpr):
     """The sum of the splits in their order; all are loaded before the first ones are added."""
+    far = tl.cast(stride, tl.int64)  # of eight experts of 75,000 tokens, the last is beyond int32
     parts = (tl.load(start + columns, mask=inside, other=0.0),)
     for split in tl.static_range(1, SPLITS):
-        part = tl.load(start + split * stride + columns, mask=inside, other=0.0)
+        part = tl.load(start + split * far + columns, mask=inside, other=0.0)
         parts += (part,)  # type: ignore[assignment]
     values = parts[0].to(tl.float32)
     for split in tl.static_range(1, SPLITS):
