@@ -114,6 +114,22 @@ def test_weights_are_dequantized_exactly(
     assert torch.equal(out, form.dequantize())
 
 
+@pytest.mark.parametrize("size", [96, 100])
+def test_integers_are_served_where_rows_of_inputs_are_whole_16_bytes(
+    hopper: torch.device, size: int
+) -> None:
+    """TMA fetches no others: such weights are dequantized when they are loaded."""
+    form = GroupedInt.quantize(torch.randn(24, size), 8, size).to(hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    if size % 8:
+        assert kernel is None
+        return
+    assert kernel is not None
+    x = inputs(2, size, torch.bfloat16, hopper)
+    wanted = x.float() @ form.dequantize().t()
+    assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < 1e-2
+
+
 def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:
     x = inputs(4, 300, torch.bfloat16, device)
     x[1] *= 1000
