@@ -24,7 +24,9 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda import attention_cascade, attention_decode
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
+from octavo.ops.cuda.attention_work_items import cascade_capacity, item_capacity
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
@@ -39,6 +41,7 @@ from octavo.worker.staging import UploadStaging
 from worker.fake_constraints import no_grammars
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MOST_IN_GRID = 65_535  # programs in the second dimension
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
@@ -377,6 +380,16 @@ def test_a_gpu_without_fp8_refuses_an_fp8_kv_cache(
         return
     with pytest.raises(ConfigError, match=r"kv_cache_dtype.*capability 8\.9 .*this one has 8\.0"):
         device.resolve_kv_dtype("fp8", torch.bfloat16)
+
+
+def test_a_gpu_refuses_more_sequences_than_grids_of_kernels_have_room_for() -> None:
+    splits = max(attention_decode.MAX_PROGRAMS, attention_cascade.MAX_PROGRAMS)
+    assert cascade_capacity(cuda.MOST_SEQS, splits) <= MOST_IN_GRID
+    assert item_capacity(cuda.MOST_SEQS, splits) <= MOST_IN_GRID
+    many = cuda.MOST_SEQS + 1
+    config = make_config("demo", max_num_seqs=many, max_num_batched_tokens=many)
+    with pytest.raises(ConfigError, match=r"max_num_seqs.* 40,001 is more than the 40,000"):
+        CudaDevice(DEVICE).adapt(config)
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])

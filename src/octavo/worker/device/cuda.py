@@ -42,6 +42,9 @@ from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
 _NUM_RESULTS = 8  # of steps in flight, of which there are three at most
+# Kernels have a program for each sequence, or for each work item of one, in the second dimension of
+# their grids, which has up to 65,535. Cascade attention has the most, 3 for every 2 sequences.
+MOST_SEQS = 40_000
 HOPPER = 9  # the capability's first number, of GPUs that ops/cuda has quantized products for
 
 
@@ -62,7 +65,16 @@ class CudaDevice(Device):
             self._swap_stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
-        """See Device.adapt: a large GPU takes larger steps."""
+        """See Device.adapt: a large GPU takes larger steps.
+
+        Raises:
+            ConfigError: more sequences may run at once than grids of kernels have room for.
+        """
+        num_seqs = config.scheduler.max_num_seqs
+        if num_seqs > MOST_SEQS:
+            raise ConfigError(
+                "max_num_seqs", f"{num_seqs:,} is more than the {MOST_SEQS:,} that a GPU takes"
+            )
         return config.for_gpu(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
