@@ -62,6 +62,21 @@ def test_a_layer_norm_without_scale_and_shift(device: torch.device) -> None:
     torch.testing.assert_close(actual, F.layer_norm(x, (40,), eps=EPS))
 
 
+@pytest.mark.parametrize("is_rms", [True, False])
+def test_rows_may_be_longer_than_registers_hold(device: torch.device, is_rms: bool) -> None:
+    """As those of Nemotron-4 340B."""
+    size = 18_432
+    x, residual = torch.randn(2, 3, size, device=device)
+    affine = Affine(*torch.randn(2, size, device=device))
+    total = x + residual
+    [actual] = norm(x, affine, EPS, residual, is_rms)
+    wanted = plain(total, affine, is_rms)
+    if is_rms:
+        wanted = wanted + affine.bias
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_partial_sums_may_be_farther_apart_than_32_bits_say(
     device: torch.device, tmp_path: Path
 ) -> None:

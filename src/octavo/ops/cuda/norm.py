@@ -26,7 +26,7 @@ from octavo.ops.cuda.tile_sizes import power_of_2, registers_for
 from octavo.ops.norm import Affine
 from octavo.ops.quantized import Rounding
 
-MAX_SIZE = 16384  # elements per row, which one program holds in registers
+MAX_SIZE = 32768  # elements per row; one program holds up to half of that in registers alone
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
 FEW_ROWS = 16  # whose loads the next kernel would delay
 
