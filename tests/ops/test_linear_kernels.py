@@ -243,6 +243,23 @@ def test_a_ring_beside_experts_takes_little_from_them(rows: int, size: int) -> N
     assert 16 << 10 <= ring.rows * ring.fold * 128 * ring.stages <= 40 << 10
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("is_float8", [False, True])
+@pytest.mark.parametrize("follows_experts", [False, True])
+def test_a_ring_of_several_blocks_has_room_for_two(
+    is_gated: bool, is_float8: bool, follows_experts: bool
+) -> None:
+    """Of any size that there are rings of; with one, the kernel would wait for good."""
+    for rows in (1024, 5120, 10_240, 28_672):  # 10,240 x 8,192: Llama 3 70B's queries
+        for size in range(128, 20_481, 128):
+            ring = choose_ring(rows, size, is_gated, 132, is_float8, follows_experts)
+            units = triton.cdiv(triton.cdiv(rows // (1 + is_gated), ring.rows), 132)
+            blocks = units * triton.cdiv(size, ring.fold * (128 if is_float8 else 64))
+            assert ring.stages >= min(2, blocks)
+            memory = ring.rows * ring.fold * 128 * ring.stages * (1 + is_gated)
+            assert memory + 2 * triton.cdiv(size, 2048) * 2048 < SHARED_MEMORY
+
+
 def test_more_tokens_on_a_cpu_are_torch() -> None:
     x, weight, bias = operands(3, 8, 16, torch.float32, torch.device("cpu"))
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))

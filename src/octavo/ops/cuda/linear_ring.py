@@ -63,7 +63,9 @@ class Ring:
 _MEMORY, _GATED_MEMORY = 94 << 10, 103 << 10
 # A ring that fills up while experts read their weights takes from them what it reads.
 _MEMORY_BESIDE_EXPERTS = 44 << 10
-_MOST_STAGES = 10
+# A block is asked for while the next one is multiplied, which must be there: a single stage would
+# wait for good, unless there is a single block.
+_FEWEST_STAGES, _MOST_STAGES = 2, 10
 _PAUSE, _PAUSED_PIECES = 150, 64  # nanoseconds, and for how many pieces
 _TILES = ((8, 8), (4, 16))  # rows and pieces
 # Products of 8 bits have half as many bytes in as many blocks: larger ones come first, except of
@@ -104,9 +106,16 @@ def choose_ring(
     def share(tile: tuple[int, int]) -> float:
         return useful_share(num_rows // halves, size, tile[0], tile[1] * piece, num_programs)
 
-    rows, fold = max(_TILES_FLOAT8 if is_float8 and not is_gated else _TILES, key=share)
     memory = ring_memory(size, piece, is_gated, follows_experts)
-    stages = memory // (rows * fold * _PIECE.value * halves)
+
+    def stages_of(tile: tuple[int, int]) -> int:
+        found: int = memory // (tile[0] * tile[1] * _PIECE.value * halves)
+        return found
+
+    tiles = _TILES_FLOAT8 if is_float8 and not is_gated else _TILES
+    fitting = [tile for tile in tiles if stages_of(tile) >= _FEWEST_STAGES]
+    rows, fold = max(fitting or _TILES, key=share)
+    stages = max(_FEWEST_STAGES, stages_of((rows, fold)))
     blocks = most_units(num_rows // halves, rows, num_programs) * triton.cdiv(size, fold * piece)
     pause = _PAUSE * halves * rows * fold // _PAUSED_PIECES
     return Ring(rows, fold, min(stages, _MOST_STAGES, blocks), pause)
