@@ -78,9 +78,15 @@ def _let_programs_wait() -> None:
     load: Callable[..., Any] = builder.create_masked_load
     init: Callable[..., None] = interpreter.GridExecutor.__init__
 
-    def load_announced(*args: Any) -> Any:
-        *_, is_volatile = args
-        found = load(*args)
+    def load_announced(
+        ptrs: Any,
+        mask: Any,
+        other: Any,
+        cache_modifier: Any,
+        eviction_policy: Any,
+        is_volatile: Any,
+    ) -> Any:
+        found = load(ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
         if is_volatile and found.data.dtype == np.int32 and (found.data == EMPTY).any():
             builder.run_next()
         return found
