@@ -284,7 +284,7 @@ class TritonBackend:
             self._shared_memory,
             self._is_fp8,
         )
-        return replace(config, has_cascade=has_cascade)
+        return replace(config, has_cascade=True) if has_cascade else config
 
     def decode_items(self) -> list[DecodeItems]:
         return [
