@@ -412,7 +412,7 @@ def test_few_decodes_of_short_contexts_have_clusters_on_hopper_gpus(
 
 
 def test_beside_a_cascade_one_program_combines_the_results_of_a_sequence() -> None:
-    """Others would be those of splits that the cascade kernel computes, and nobody would do it."""
+    """The splits of the cascade kernel have no program in this one that could combine results."""
     backend, table = backend_over("cpu", num_seqs=2, max_blocks=40)
     alone = decodes([300, 400], table, HostStaging())
     shared = replace(alone, cascade=[CascadeSegments.empty()])

@@ -14,6 +14,7 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from soak.report import Memory, Report
 
+Params = SamplingParams | BeamSearchParams  # of requests
 MAX_GROWTH_MIB = 24.0
 MAX_PINS = 3
 VOCABULARY = 4000  # token ids that the demo model knows
@@ -35,11 +36,11 @@ class Work(Protocol):
         """The token ids of the next request's prompt."""
         ...
 
-    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
+    def params(self, rng: random.Random) -> Params:
         """How the next request is decoded."""
         ...
 
-    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
+    def take(self, output: RequestOutput, params: Params) -> None:
         """Called when a request has ended."""
         ...
 
@@ -54,7 +55,7 @@ class DemoWork:
         tokens = [family.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 120))]
         return tokens + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 40))]
 
-    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
+    def params(self, rng: random.Random) -> Params:
         """See Work.params."""
         max_tokens = rng.randrange(1, 90)
         if rng.random() < 0.2:
@@ -73,7 +74,7 @@ class DemoWork:
             ignore_eos=rng.random() < 0.7,
         )
 
-    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
+    def take(self, output: RequestOutput, params: Params) -> None:
         """See Work.take."""
 
 
@@ -89,7 +90,7 @@ class Round:
         self._work = work
         self._rng = rng
         self._report = report
-        self._open: dict[str, tuple[LocalStream, SamplingParams | BeamSearchParams]] = {}
+        self._open: dict[str, tuple[LocalStream, Params]] = {}
 
     def run(self) -> None:
         rng = self._rng

@@ -54,7 +54,7 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.worker import cascade
 from octavo.worker.randomness import uniforms
-from soak.offline import Round, change_pins, check_blocks
+from soak.offline import Params, Round, change_pins, check_blocks
 from soak.random_checkpoint import write_checkpoint
 from soak.report import Report
 
@@ -80,11 +80,10 @@ class Setting:
     most_at_once: int = 48  # requests
     num_ranks: int = 1  # devices that share every layer; results are computed again on one
 
-    @contextmanager
-    def engine(self, directory: Path, num_ranks: int) -> Iterator[LLM]:
-        """Serve the model in `directory`."""
+    def engine(self, directory: Path, num_ranks: int) -> LLM:
+        """An engine that serves the model in `directory`."""
         options = COMMON | self.options | {"max_model_len": self.max_model_len}
-        with LLM(
+        return LLM(
             str(directory),
             num_blocks=self.num_blocks,
             swap_space=1 << 30,
@@ -93,8 +92,7 @@ class Setting:
             max_num_batched_tokens=min(2048, self.max_model_len),
             tensor_parallel_size=num_ranks,
             **options,
-        ) as llm:
-            yield llm
+        )
 
 
 _FP8 = {"quantization": "fp8"}
@@ -134,8 +132,8 @@ class LongWork:
         shared = [self._token(family) for _ in range(self._length(rng, self._longest // 2))]
         return shared + [self._token(rng) for _ in range(self._length(rng, self._longest // 4))]
 
-    def params(self, rng: random.Random) -> SamplingParams | BeamSearchParams:
-        """See Work.params: what changes no log-probability."""
+    def params(self, rng: random.Random) -> Params:
+        """See Work.params: what `PlainModel` computes, too."""
         max_tokens = self._length(rng, min(self._longest // 8, 400))
         if rng.random() < 0.15:
             return BeamSearchParams(rng.randrange(1, 6), max_tokens=max_tokens, ignore_eos=True)
@@ -151,7 +149,7 @@ class LongWork:
             ignore_eos=True,
         )
 
-    def take(self, output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
+    def take(self, output: RequestOutput, params: Params) -> None:
         """See Work.take."""
         self.results += results_of(output, params)
 
@@ -168,16 +166,28 @@ class LongWork:
 class Result:
     """The tokens of a sample or a beam, and what the engine says of them."""
 
-    kind: str  # one of RESULT_KINDS
+    params: Params  # of the request
     token_ids: list[int]  # with the prompt
     num_prompt_tokens: int
     logprobs: list[float]  # of samples: those of the output's tokens
     cumulative_logprob: float  # of beams
-    num_alike: int  # samples or beams of the request
-    seed: int  # of draws, with the sample's number
-    index: int
-    presence_penalty: float  # of greedy ones and draws
+    index: int  # among the request's samples
     origin: str  # what the request went through
+
+    @property
+    def kind(self) -> str:
+        """One of RESULT_KINDS."""
+        if isinstance(self.params, BeamSearchParams):
+            return "beams"
+        if self.params.logprobs is not None:
+            return "samples"
+        return "draws" if self.params.temperature else "greedy"
+
+    @property
+    def num_alike(self) -> int:
+        """Samples or beams of the request."""
+        params = self.params
+        return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
     @property
     def num_tokens(self) -> int:
@@ -189,30 +199,19 @@ class Result:
 RESULT_KINDS = ("samples", "greedy", "draws", "beams")
 
 
-def results_of(
-    output: RequestOutput, params: SamplingParams | BeamSearchParams
-) -> Iterator[Result]:
+def results_of(output: RequestOutput, params: Params) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
-    prompt, num_alike, kind = output.prompt_token_ids, len(output.outputs), "beams"
-    seed, penalty = 0, 0.0
+    prompt = output.prompt_token_ids
     origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
-    if isinstance(params, SamplingParams):
-        kind = "draws" if params.temperature else "greedy"
-        seed, penalty = params.seed or 0, params.presence_penalty
-        if params.logprobs is not None:
-            kind = "samples"
     for each in output.outputs:
         if each.finish_reason == "abort":
             continue
         known = [token.logprob for token in each.logprobs or []]
         tokens, total = prompt + each.token_ids, each.cumulative_logprob or 0.0
-        yield Result(
-            *(kind, tokens, len(prompt), known, total, num_alike, seed, each.index, penalty),
-            origin,
-        )
+        yield Result(params, tokens, len(prompt), known, total, each.index, origin)
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result("samples", prompt, 1, known, 0.0, 1, 0, 0, 0.0, origin)
+        yield Result(SamplingParams(logprobs=0), prompt, 1, known, 0.0, 0, origin)
 
 
 class Scores(NamedTuple):
@@ -324,16 +323,17 @@ def _missed_by(logprobs: Tensor, tokens: Tensor, result: Result, first: int) -> 
     logprobs: float32 [n, vocab_size], which are changed; tokens: [n], of a result, at the positions
     from `first` on.
     """
-    positions = torch.arange(first, first + len(tokens))
-    if result.presence_penalty:
+    params, positions = result.params, torch.arange(first, first + len(tokens))
+    assert isinstance(params, SamplingParams), "beams are not drawn"
+    if params.presence_penalty:
         for row, position in zip(logprobs, positions.tolist(), strict=True):
             seen = set(result.token_ids[result.num_prompt_tokens : position])
-            row[list(seen)] -= result.presence_penalty
+            row[list(seen)] -= params.presence_penalty
     if result.kind == "greedy":
         return (logprobs.amax(1) - logprobs.gather(1, tokens[:, None])[:, 0]).tolist()
-    numbers = uniforms(
-        torch.full_like(positions, result.seed), torch.full_like(positions, result.index), positions
-    ).to(logprobs.device)
+    assert params.seed is not None, "all requests have one"
+    seeds, indices = (torch.full_like(positions, each) for each in (params.seed, result.index))
+    numbers = uniforms(seeds, indices, positions).to(logprobs.device)
     shares = logprobs.double().softmax(1)
     ends = shares.cumsum(1).gather(1, tokens[:, None])[:, 0]
     begins = ends - shares.gather(1, tokens[:, None])[:, 0]
@@ -369,14 +369,22 @@ MEASURES = {"rms": (rms, 3.0), "largest": (max, 2.0)}
 
 def compare(llm: LLM, results: list[Result], report: Report) -> None:
     """Compute results again, and report violations."""
-    for kind in RESULT_KINDS:
-        _compare_kind(llm, kind, [each for each in results if each.kind == kind], report)
-
-
-def _compare_kind(llm: LLM, kind: str, results: list[Result], report: Report) -> None:
     plain = PlainModel(llm)
     # One rounding changes a number by a quarter of this on average.
     noisy = PlainModel(llm, torch.finfo(plain.dtype).eps / 2)
+    for kind in RESULT_KINDS:
+        of_kind = [each for each in results if each.kind == kind]
+        _compare_kind(llm, plain, noisy, kind, of_kind, report)
+
+
+def _compare_kind(
+    llm: LLM,
+    plain: PlainModel,
+    noisy: PlainModel,
+    kind: str,
+    results: list[Result],
+    report: Report,
+) -> None:
     computed = [plain.scores(each) for each in results]
     differ = [differences(*each) for each in zip(results, computed, strict=True)]
     shaken = list(zip(results, computed, strict=True))[::SHAKEN]
@@ -415,10 +423,10 @@ def alone(llm: LLM, plain: PlainModel, result: Result, scores: Scores) -> str:
     said = [token.logprob for token in scored if token is not None]
     worst = max(abs(a - b) for a, b in zip(said, scores.logprobs, strict=True))
     text = f"alone, as a prompt, by {worst:.3g}"
-    if result.kind != "beams":
+    if not isinstance(result.params, BeamSearchParams):
         return text
     llm.reset_prefix_cache()
-    search = BeamSearchParams(result.num_alike, max_tokens=result.num_tokens, ignore_eos=True)
+    search = replace(result.params, max_tokens=result.num_tokens)
     [output] = llm.beam_search([tokens[:num_prompt]], search, use_tqdm=False)
     worst = max(max(differences(each, plain.scores(each))) for each in results_of(output, search))
     return f"{text}, its search by {worst:.3g}"

@@ -214,8 +214,8 @@ def _simple_candidates(product: Product) -> list[Tiles]:
             found[replace(tiles, scales_weights=scales_weights, by_warp=by_warp)] = None
     if not found and product.tokens < 128:  # scales of many small groups take the room
         tokens = max(product.tokens, _FEWEST_TOKENS)
-        kept = (_fitting(product, tokens, 64, per_sm, cuts_more=True) for per_sm in (2, 1))
-        found = {tiles: None for tiles in kept if tiles is not None}
+        larger = (_fitting(product, tokens, 64, per_sm, cuts_more=True) for per_sm in (2, 1))
+        return [tiles for tiles in larger if tiles is not None]
     return list(found)
 
 
