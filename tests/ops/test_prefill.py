@@ -170,7 +170,7 @@ def test_few_tokens_of_long_contexts(device: torch.device, monkeypatch: pytest.M
             config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
             if device.type == "cuda":
                 config = prefill_config(dtype, case[3], case[2])
-            at_once = 9 if device.type == "cpu" else 40
+            at_once = 9 if device.type == "cpu" else 160
             of_device = partial(run, case, config, dtype, device, sequences[device.type])
             for options in ({}, {"is_causal": False, "size": 3.0}, {"num_padded": 3, "cap": 1.5}):
                 if case[4] is not None and not options.get("is_causal", True):
