@@ -392,6 +392,24 @@ def test_a_gpu_refuses_more_sequences_than_grids_of_kernels_have_room_for() -> N
         CudaDevice(DEVICE).adapt(config)
 
 
+def test_kernels_are_launched_on_the_models_gpu_whichever_the_program_has_made_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    device = CudaDevice(torch.device("cuda", 1))
+    with device.computing:
+        assert current == [1]  # nothing is set that is so
+    current[:] = [0]
+    with device.computing:
+        with device.computing:
+            assert current[-1] == 1
+        assert current[-1] == 1
+    assert current == [0, 1, 0]
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_gpu_tunes_the_kernels_of_all_layers_unless_that_is_off(
     mode: str, monkeypatch: pytest.MonkeyPatch

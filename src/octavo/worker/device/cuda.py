@@ -63,6 +63,7 @@ class CudaDevice(Device):
         self._swap_stream: torch.cuda.Stream | None = None
         if self._is_gpu:
             self._swap_stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+            self.computing = _CurrentGpu(torch_device)
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
         """See Device.adapt: a large GPU takes larger steps.
@@ -223,6 +224,28 @@ class CudaDevice(Device):
             return values.clone()  # the next step draws into the same place
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return host.copy_(values, non_blocking=True)
+
+
+class _CurrentGpu:
+    """A context in which a GPU is torch's current one, where Triton launches kernels; then the one
+    of before, which is the thread's own and may be another one by now.
+
+    It may be entered again inside itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.cuda.current_device())
+        if self._before[-1] != self._index:
+            torch.cuda.set_device(self._index)
+
+    def __exit__(self, *error: object) -> None:
+        before = self._before.pop()
+        if before != self._index:
+            torch.cuda.set_device(before)
 
 
 class CudaPendingTokens(PendingTokens):
