@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -392,22 +392,68 @@ def test_a_gpu_refuses_more_sequences_than_grids_of_kernels_have_room_for() -> N
         CudaDevice(DEVICE).adapt(config)
 
 
+class FakeStream(NamedTuple):
+    device_index: int
+    name: str
+
+
+class FakeGpus:
+    """What torch.cuda knows of current devices and streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.index = 0
+        self.streams = {index: FakeStream(index, "default") for index in range(2)}
+        self.num_changes = 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device.index, "swap"))
+        default = lambda device: FakeStream(device.index, "default")  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "default_stream", default)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.streams[self.index])
+        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
+
+    def set_device(self, index: int) -> None:
+        self.index = index
+        self.num_changes += 1
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.index, self.streams[stream.device_index] = stream.device_index, stream
+        self.num_changes += 1
+
+    def current(self) -> tuple[int, FakeStream]:
+        return self.index, self.streams[self.index]
+
+
 def test_kernels_are_launched_on_the_models_gpu_whichever_the_program_has_made_the_current_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    current = [1]
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    gpus = FakeGpus(monkeypatch)
     device = CudaDevice(torch.device("cuda", 1))
+    gpus.index = 1
     with device.computing:
-        assert current == [1]  # nothing is set that is so
-    current[:] = [0]
+        assert gpus.current() == (1, FakeStream(1, "default"))
+    assert gpus.num_changes == 0
+    gpus.index = 0
     with device.computing:
+        assert gpus.current() == (1, FakeStream(1, "default"))
         with device.computing:
-            assert current[-1] == 1
-        assert current[-1] == 1
-    assert current == [0, 1, 0]
+            assert gpus.index == 1
+        assert gpus.index == 1
+    assert gpus.current() == (0, FakeStream(0, "default"))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_steps_follow_each_other_on_one_stream_whichever_the_program_has_made_the_current_one(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = FakeGpus(monkeypatch)
+    device = CudaDevice(torch.device("cuda", 1))
+    gpus.index = index
+    gpus.streams = {each: FakeStream(each, "own") for each in range(2)}
+    with device.computing, device.computing:
+        assert gpus.current() == (1, FakeStream(1, "default"))
+    assert gpus.index == index
+    assert gpus.streams == {each: FakeStream(each, "own") for each in range(2)}
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])

@@ -105,7 +105,8 @@ class Worker:
         """Free the weights and the KV cache. A second call does nothing."""
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._device.moment().wait()
+            with self._device.computing:
+                self._device.moment().wait()
             self.runner.shutdown()
             del self.runner
             self._device.release()

@@ -63,7 +63,7 @@ class CudaDevice(Device):
         self._swap_stream: torch.cuda.Stream | None = None
         if self._is_gpu:
             self._swap_stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
-            self.computing = _CurrentGpu(torch_device)
+            self.computing = _OwnStream(torch_device)
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
         """See Device.adapt: a large GPU takes larger steps.
@@ -226,26 +226,34 @@ class CudaDevice(Device):
         return host.copy_(values, non_blocking=True)
 
 
-class _CurrentGpu:
-    """A context in which a GPU is torch's current one, where Triton launches kernels; then the one
-    of before, which is the thread's own and may be another one by now.
+class _OwnStream:
+    """A context in which a GPU is torch's current one, where Triton launches kernels, on its
+    default stream, where the steps before were started; then with the GPU and the stream of before,
+    which are the program's own, and may be others in each of its threads.
 
     It may be entered again inside itself.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._before: list[int] = []
+        self._stream = torch.cuda.default_stream(device)
+        self._index = self._stream.device_index
+        self._before: list[tuple[int, torch.cuda.Stream]] = []
 
     def __enter__(self) -> None:
-        self._before.append(torch.cuda.current_device())
-        if self._before[-1] != self._index:
+        index = torch.cuda.current_device()
+        if index != self._index:
             torch.cuda.set_device(self._index)
+        stream = torch.cuda.current_stream()
+        if stream != self._stream:
+            torch.cuda.set_stream(self._stream)
+        self._before.append((index, stream))
 
     def __exit__(self, *error: object) -> None:
-        before = self._before.pop()
-        if before != self._index:
-            torch.cuda.set_device(before)
+        index, stream = self._before.pop()
+        if stream != self._stream:
+            torch.cuda.set_stream(stream)
+        if index != self._index:
+            torch.cuda.set_device(index)
 
 
 class CudaPendingTokens(PendingTokens):
