@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -689,6 +693,42 @@ def test_weights_of_another_model_leave_a_workspace_where_it_is(
     assert larger is not None
     assert larger._dense(torch.bfloat16).data_ptr() != place
     assert first._dense(torch.bfloat16).data_ptr() == place
+
+
+def test_weights_of_models_in_two_threads_are_multiplied_by_their_own_inputs(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are dequantized into one place; here the threads launch their kernels in turns, unless
+    something keeps them from it."""
+    monkeypatch.setattr(linear_quantized, "_workspaces", {})
+    monkeypatch.setattr(linear_quantized, "candidates", lambda product: (LIBRARY,))
+    kernels, dense = [], {}
+    for num_rows in (128, 256):
+        kernel = make_kernel(made("int4", num_rows, 256, hopper), torch.bfloat16)
+        assert kernel is not None
+        kernel._takes_integers = False
+        kernels.append(kernel)
+    for kernel in kernels:
+        dense[kernel._stored.shape[0]] = kernel._dense(torch.bfloat16).clone()
+    x = inputs(20, 256, torch.bfloat16, hopper)
+    calls = [
+        [partial(kernel.apply, x, None, Epilogue.NONE), partial(kernel.apply_partial, x, None)]
+        for kernel in kernels
+    ]
+    expected = [[call() for call in part] for part in calls]
+    turn = Barrier(2)
+
+    def dequantize_in_turn(stored: StoredWeight, out: Tensor) -> None:
+        out.copy_(dense[stored.shape[0]])  # the interpreter runs one kernel at a time
+        with suppress(BrokenBarrierError):  # the other thread does not get here
+            turn.wait(0.2)
+
+    monkeypatch.setattr(linear_quantized, "dequantize", dequantize_in_turn)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda part: [call() for call in part], calls))
+    for results, wanted in zip(found, expected, strict=True):
+        for result, other in zip(results, wanted, strict=True):
+            torch.testing.assert_close(result, other)
 
 
 def test_which_products_read_a_dequantized_copy() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -405,7 +406,8 @@ class QuantizedCudaLinear:
         if isinstance(choice, PackedPrograms):
             return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
-            return linear_partial(x, self._dense(x.dtype), bias, is_new=self._copy is None)
+            with _in_workspace:
+                return linear_partial(x, self._dense(x.dtype), bias, is_new=self._copy is None)
         if choice.splits == 1:
             return self._apply(x, bias, Epilogue.NONE)
         shape = (choice.splits, num_tokens, stored.shape[0])
@@ -507,7 +509,8 @@ class QuantizedCudaLinear:
             parts = self._multiply_packed(x, bias, Epilogue.NONE, choice)
             return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):
-            return linear(x, self._dense(x.dtype), bias, epilogue, is_new=self._copy is None)
+            with _in_workspace:
+                return linear(x, self._dense(x.dtype), bias, epilogue, is_new=self._copy is None)
         out = x.new_empty((len(x), self._num_results(epilogue)))
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
         return out
@@ -643,6 +646,9 @@ class Copies:
 
 # Where weights are dequantized, one after the other: as large as the largest one needs.
 _workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+# Held from the launch that writes one to the last one that reads it: models may compute in several
+# threads.
+_in_workspace = Lock()
 
 
 def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
