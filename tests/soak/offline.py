@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
+from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, RequestTooLong
 from octavo.llm import LLM
-from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from soak.report import Memory, Report
 
@@ -32,21 +32,29 @@ OPTIONS: dict[str, Any] = {
 class Work(Protocol):
     """What requests ask for, and what becomes of their results."""
 
-    def prompt(self, rng: random.Random) -> list[int]:
-        """The token ids of the next request's prompt."""
+    def prefix(self, rng: random.Random) -> list[int]:
+        """The token ids of the next prefix to be pinned."""
+        ...
+
+    def prompt(self, rng: random.Random) -> Prompt:
+        """The next request's prompt, in token ids."""
         ...
 
     def params(self, rng: random.Random) -> Params:
         """How the next request is decoded."""
         ...
 
-    def take(self, output: RequestOutput, params: Params) -> None:
+    def take(self, stream: LocalStream, params: Params) -> None:
         """Called when a request has ended."""
         ...
 
 
 class DemoWork:
     """See Work: short requests to the demo model, whose results are not compared with any."""
+
+    def prefix(self, rng: random.Random) -> list[int]:
+        """See Work.prefix."""
+        return self.prompt(rng)
 
     def prompt(self, rng: random.Random) -> list[int]:
         """See Work.prompt: of one of five families, which share their tokens up to a random
@@ -74,7 +82,7 @@ class DemoWork:
             ignore_eos=rng.random() < 0.7,
         )
 
-    def take(self, output: RequestOutput, params: Params) -> None:
+    def take(self, stream: LocalStream, params: Params) -> None:
         """See Work.take."""
 
 
@@ -103,8 +111,7 @@ class Round:
                 self._abort(rng.choice(sorted(self._open)))
             for output in self._client.step():
                 if output.request_id in self._open:  # it was not aborted
-                    _, params = self._open.pop(output.request_id)
-                    self._work.take(output, params)
+                    self._work.take(*self._open.pop(output.request_id))
                 self._report.count("requests")
             self._report.count("steps")
 
@@ -131,9 +138,9 @@ def change_pins(llm: LLM, work: Work, rng: random.Random, pins: list[str], repor
         llm.unpin_prefix(pins.pop(rng.randrange(len(pins))))
     elif rng.random() < 0.5:
         try:
-            pins.append(llm.pin_prefix(work.prompt(rng), cache_salt=rng.choice(("", "a"))))
+            pins.append(llm.pin_prefix(work.prefix(rng), cache_salt=rng.choice(("", "a"))))
             report.count("pins")
-        except InvalidRequest:  # shorter than a block, or too few blocks would be left
+        except InvalidRequest:  # too short, too few blocks would be left, or there is an encoder
             report.count("pins_refused")
     if rng.random() < 0.05:
         llm.reset_prefix_cache()

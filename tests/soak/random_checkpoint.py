@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -23,6 +24,8 @@ from octavo.ops.communicator import SingleRank
 EXPONENT_BIAS = 127  # of MXFP4's scales
 FP4_DEVIATION = 2.9  # standard deviation of e2m1 numbers whose four bits are random
 PER_SCALE = 32  # MXFP4 numbers that share a scale
+SHARED_TABLE = "shared.weight"  # of encoder-decoders, which have other names for it, too
+TABLES = ("embed_tokens.weight", SHARED_TABLE)  # of token embeddings
 
 
 def write_checkpoint(directory: Path, fields: dict[str, Any], device: torch.device) -> None:
@@ -36,43 +39,49 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], device: torch.devi
     names = build_model(config, torch.bfloat16, torch.device("meta"), SingleRank())
     generator = torch.Generator(device).manual_seed(0)
     files: dict[str, Tensor] = {}
-    for name, target in weight_targets(names, config).items():
+    targets = weight_targets(names, config)
+    for name, target in targets.items():
         shape = target.shape
         if name == "lm_head.weight" and config.tied_embeddings:
+            continue
+        if name.endswith(TABLES) and name != SHARED_TABLE and SHARED_TABLE in targets:
             continue
         if is_mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             files |= _mxfp4(name, shape, generator)
             continue
         values = torch.randn(shape, generator=generator, device=device)
-        mean, deviation = _distribution(name, shape, fields, config.tied_embeddings)
+        mean, deviation = _distribution(name, shape, config)
         files[name] = (mean + deviation * values).to(torch.bfloat16).cpu()
     save_file(files, directory / "model.safetensors")
 
 
-def _distribution(
-    name: str, shape: tuple[int, ...], fields: dict[str, Any], is_tied: bool
-) -> tuple[float, float]:
-    """The mean and the standard deviation of a tensor's values; is_tied: embedding and head."""
-    is_gemma = fields["model_type"].startswith("gemma")
-    hidden_size = fields["hidden_size"]
-    if name.endswith("norm.weight"):
+def _distribution(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[float, float]:
+    """The mean and the standard deviation of a tensor's values."""
+    is_gemma = config.family.startswith("gemma")
+    if name.endswith(("norm.weight", "layernorm_embedding.weight")):
         mean = 1.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             mean = 1.6
         elif is_gemma and name in ("norm.weight", "model.norm.weight"):
             mean = 16.0  # the rows of the table, which is the head, too, are that small
         return (mean - 1.0 if is_gemma else mean), 0.1
-    if name.endswith("embed_tokens.weight"):
+    if name.endswith(TABLES):
         # Where they are the head, too, and large, the most likely next token is always the last
-        # one. Gemma multiplies them by the root of their size.
+        # one. Gemma multiplies them by the root of their size, and T5 divides logits by it.
+        root = math.sqrt(config.hidden_size)
         if is_gemma:
-            return 0.0, 0.1 / math.sqrt(hidden_size)
-        return 0.0, 1.5 / math.sqrt(hidden_size) if is_tied else 0.4
+            return 0.0, 0.1 / root
+        if config.family == "t5":
+            return 0.0, 1.5
+        return 0.0, 1.5 / root if config.tied_embeddings else 0.4
     if len(shape) == 1 or name.endswith("bias"):
         return 0.0, 0.1
     if name.endswith("experts.gate_up_proj"):  # gpt-oss has [experts, inputs, outputs]
         return 0.0, 1.5 / math.sqrt(shape[1])
-    return 0.0, 1.5 / math.sqrt(shape[-1])
+    deviation = 1.5 / math.sqrt(shape[-1])
+    if config.family == "t5" and name.endswith("Attention.q.weight"):  # scores have no scale
+        deviation /= math.sqrt(config.head_dim)
+    return 0.0, deviation
 
 
 def _mxfp4(name: str, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 The engine has everything that makes it fast: captured steps that overlap, chunks, the prefix cache,
 a small pool from which requests are preempted and swapped. Afterwards each result is computed as a
 prompt, one after the other, with the same weights, the reference implementation of attention, and
-keys and values of its own. Log-probabilities of tokens may differ by rounding alone. A key that is
-missing, stale or another request's changes them by much more.
+keys and values of its own; where there is an encoder, it runs again, too, with torch's attention.
+Log-probabilities of tokens may differ by rounding alone. A key that is missing, stale or another
+request's changes them by much more.
 
 Where log-probabilities are asked for, the host waits for each step. Other requests, whose steps
 follow each other on the device, say nothing but their tokens: a greedy one must be the most likely
@@ -17,8 +18,8 @@ of the largest that noise makes.
 
     PYTHONPATH=src:tests python -m soak.rescored llama llama-fp8 gemma --seconds 60
 
-This is for a GPU; on a CPU the model `tiny` does. Prints how large the differences were, and one
-JSON line at the end; the exit status is 1 if a result was wrong or a block was left.
+This is for a GPU; on a CPU the models `tiny` and `tiny-t5` do. Prints how large the differences
+were, and one JSON line at the end; the exit status is 1 if a result was wrong or a block was left.
 """
 
 from __future__ import annotations
@@ -33,31 +34,38 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import LLM
 from octavo.config import PreemptionMode
+from octavo.engine.local_client import LocalStream
+from octavo.engine.validation import Prompt
+from octavo.layers.attention import CrossAttention
 from octavo.layers.rotary import RotaryTable
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
+from octavo.models.decoder import Decoder, DecoderLayer, Stack
 from octavo.ops import (
-    AttentionBackend,
     AttentionBatch,
+    EncodedInputs,
     HeadNorm,
     LayerPlace,
     cached_dtype,
     load_backend,
     make_backend,
 )
-from octavo.outputs import RequestOutput
+from octavo.ops.bidirectional import TorchBidirectional
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.worker import cascade
 from octavo.worker.randomness import uniforms
 from soak.offline import Params, Round, change_pins, check_blocks
 from soak.random_checkpoint import write_checkpoint
 from soak.report import Report
+from soak.shapes import SHAPES
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 CHUNK = 1024  # tokens that are computed again at once
@@ -65,6 +73,11 @@ SHAKEN = 3  # every third result is computed with noise, too
 NUM_NOISES = 8  # for a result that differs much
 LEAST = 1e-4  # no wrong key changes log-probabilities by so little
 NUM_FAMILIES = 6  # of prompts, which share their tokens up to a random length
+# What families call the number of their layers, or of those of either side. None reads another's.
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    *("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
 BYTES_TO_SAVE = cascade.MIN_BYTES  # or none: then few sequences share keys as many do
 COMMON: dict[str, Any] = {"tune_kernels": "off", "measure_quantization": False}
 
@@ -73,7 +86,7 @@ COMMON: dict[str, Any] = {"tune_kernels": "off", "measure_quantization": False}
 class Setting:
     """A model, and the engine's options."""
 
-    config: str  # a directory of benchmarks/configs
+    config: str  # one of SHAPES, or a directory of benchmarks/configs
     num_layers: int
     options: dict[str, Any] = field(default_factory=dict)
     max_model_len: int = 8192
@@ -99,9 +112,11 @@ class Setting:
 _FP8 = {"quantization": "fp8"}
 _FP8_CACHE = {"kv_cache_dtype": "fp8"}
 _TINY = Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16)
+_T5 = Setting("t5-3b", 3, max_model_len=2048, num_blocks=320)
 SETTINGS = {
     "tiny": _TINY,
     "tiny-on-2": replace(_TINY, num_ranks=2),
+    "tiny-t5": replace(_TINY, config="tiny-t5", num_blocks=36),
     "llama": Setting("llama-3-8b", 3),
     "llama-on-2": Setting("llama-3-8b", 3, num_ranks=2),
     "qwen": Setting("qwen2.5-1.5b", 4),
@@ -116,19 +131,35 @@ SETTINGS = {
     "qwen-moe-on-2": Setting("qwen3-30b-a3b", 2, max_model_len=16384, num_blocks=1500, num_ranks=2),
     "gpt-oss": Setting("gpt-oss-20b-mxfp4", 4, max_model_len=16384, num_blocks=1500),
     "opt": Setting("opt-13b", 3, max_model_len=2048),
+    "t5": _T5,
+    "t5-on-2": replace(_T5, num_ranks=2),
+    "t5-fp8-cache": replace(_T5, options=_FP8_CACHE),
+    "bart": Setting("bart-large", 3, max_model_len=1024, num_blocks=160),
 }
 
 
 class LongWork:
     """See Work: prompts of any length, whose results are kept."""
 
-    def __init__(self, setting: Setting, vocab_size: int) -> None:
+    def __init__(self, setting: Setting, config: ModelConfig) -> None:
         self._longest = setting.max_model_len
-        self._vocab_size = vocab_size
+        self._vocab_size = config.vocab_size
+        self._has_encoder = config.encoder is not None
         self.results: list[Result] = []
 
-    def prompt(self, rng: random.Random) -> list[int]:
+    def prompt(self, rng: random.Random) -> Prompt:
         """See Work.prompt."""
+        if not self._has_encoder:
+            return self.prefix(rng)
+        # An encoder's input is found as a whole, and what the decoder starts with by its prefixes.
+        of_input = random.Random(rng.randrange(NUM_FAMILIES)) if rng.random() < 0.7 else rng
+        encoded = self.prefix(of_input)
+        if rng.random() < 0.5:
+            return encoded
+        return {"prompt": encoded, "decoder_input_ids": self.prefix(rng)}
+
+    def prefix(self, rng: random.Random) -> list[int]:
+        """See Work.prefix."""
         family = random.Random(rng.randrange(NUM_FAMILIES))
         shared = [self._token(family) for _ in range(self._length(rng, self._longest // 2))]
         return shared + [self._token(rng) for _ in range(self._length(rng, self._longest // 4))]
@@ -146,13 +177,13 @@ class LongWork:
             max_tokens=max_tokens,
             logprobs=logprobs,
             presence_penalty=rng.choice((0.0, 0.0, 2.0)) if logprobs is None else 0.0,
-            prompt_logprobs=rng.choice((None, None, None, 0)),
+            prompt_logprobs=None if self._has_encoder else rng.choice((None, None, None, 0)),
             ignore_eos=True,
         )
 
-    def take(self, output: RequestOutput, params: Params) -> None:
+    def take(self, stream: LocalStream, params: Params) -> None:
         """See Work.take."""
-        self.results += results_of(output, params)
+        self.results += results_of(stream, params)
 
     def _token(self, rng: random.Random) -> int:
         return rng.randrange(10, self._vocab_size)
@@ -168,7 +199,8 @@ class Result:
     """The tokens of a sample or a beam, and what the engine says of them."""
 
     params: Params  # of the request
-    token_ids: list[int]  # with the prompt
+    encoder_token_ids: tuple[int, ...]  # the encoder's input; () without an encoder
+    token_ids: list[int]  # with the prompt; behind an encoder, with what the decoder starts with
     num_prompt_tokens: int
     logprobs: list[float]  # of samples: those of the output's tokens
     cumulative_logprob: float  # of beams
@@ -200,19 +232,23 @@ class Result:
 RESULT_KINDS = ("samples", "greedy", "draws", "beams")
 
 
-def results_of(output: RequestOutput, params: Params) -> Iterator[Result]:
+def results_of(stream: LocalStream, params: Params) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
-    prompt = output.prompt_token_ids
+    output, request = stream.output, stream.request
+    assert output is not None, "it has ended"
+    prompt, encoded = request.prompt_token_ids, request.encoder_token_ids
     origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
+    if encoded:
+        origin += f", {len(encoded)} of the encoder"
     for each in output.outputs:
         if each.finish_reason == "abort":
             continue
         known = [token.logprob for token in each.logprobs or []]
         tokens, total = prompt + each.token_ids, each.cumulative_logprob or 0.0
-        yield Result(params, tokens, len(prompt), known, total, each.index, origin)
+        yield Result(params, encoded, tokens, len(prompt), known, total, each.index, origin)
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result(SamplingParams(logprobs=0), prompt, 1, known, 0.0, 0, origin)
+        yield Result(SamplingParams(logprobs=0), (), prompt, 1, known, 0.0, 0, origin)
 
 
 class Scores(NamedTuple):
@@ -225,10 +261,14 @@ class Scores(NamedTuple):
 
 
 class NoisyAttention:
-    """The reference implementation of attention, with noise in what it reads and returns."""
+    """An implementation of attention, with noise in what it reads and returns."""
 
-    def __init__(self, backend: AttentionBackend, deviation: float) -> None:
-        """deviation: of the noise, relative to each number; 0: there is none."""
+    def __init__(self, backend: Any, deviation: float) -> None:
+        """
+        Args:
+            backend: an AttentionBackend, or TorchBidirectional, which has less of it.
+            deviation: of the noise, relative to each number; 0: there is none.
+        """
         self._backend = backend
         self._deviation = deviation
         self.plan = backend.plan
@@ -247,6 +287,18 @@ class NoisyAttention:
         found = self._backend.forward(layer_id, query, key, value, rotary, head_norms)
         return self._noisy(found)
 
+    def plan_encoded(self, inputs: EncodedInputs) -> None:
+        """See AttentionBackend.plan_encoded."""
+        self._backend.plan_encoded(inputs)
+
+    def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
+        """See AttentionBackend.write_encoded."""
+        self._backend.write_encoded(layer_id, self._noisy(key), self._noisy(value))
+
+    def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
+        """See AttentionBackend.attend_encoded."""
+        return self._noisy(self._backend.attend_encoded(layer_id, self._noisy(query)))
+
     def _noisy(self, x: Tensor) -> Tensor:
         if not self._deviation:
             return x
@@ -256,7 +308,8 @@ class NoisyAttention:
 class PlainModel:
     """An engine's model, computed with the reference implementation of attention.
 
-    Keys and values are of one sequence, in one block, in the dtype of the engine's cache.
+    Keys and values are of one sequence, in one block, in the dtype of the engine's cache. Layers
+    that read an encoder's input have its keys there; it is no longer than a sequence may be.
     """
 
     def __init__(self, llm: LLM, deviation: float = 0.0) -> None:
@@ -275,16 +328,23 @@ class PlainModel:
         places = [LayerPlace(0, index) for index in range(len(layers))]
         attention = make_backend(backend, layers, places, kv_cache, self._size, table.dtype)
         self._attention: Any = NoisyAttention(attention, deviation)
+        self._encoder_attention: Any = None
+        if isinstance(self._model, Decoder) and self._model.encoder is not None:
+            specs = [layer.attention.spec for layer in _layers(self._model.encoder)]
+            own = TorchBidirectional(specs, self._device)
+            self._encoder_attention = NoisyAttention(own, deviation)
 
     @torch.inference_mode()
     def scores(self, result: Result) -> Scores:
         """What this model says of the result's tokens."""
         token_ids, first = result.token_ids, result.num_prompt_tokens
+        if result.encoder_token_ids:
+            self._encode(result.encoder_token_ids)
         logprobs: list[float] = []
         misses: list[float] = []
         for begin in range(0, len(token_ids), CHUNK):
             chunk = token_ids[begin : begin + CHUNK]
-            logits = self._logits(chunk, begin)
+            logits = self._logits(chunk, begin, len(result.encoder_token_ids))
             skipped = max(0, first - 1 - begin)  # rows of tokens that follow and are not compared
             drawn = token_ids[begin + 1 + skipped : begin + 1 + len(chunk)]
             if not drawn:
@@ -297,7 +357,33 @@ class PlainModel:
                 misses += _missed_by(rows, tokens, result, begin + 1 + skipped)
         return Scores(logprobs, misses)
 
-    def _logits(self, token_ids: list[int], begin: int) -> Tensor:
+    def _encode(self, token_ids: tuple[int, ...]) -> None:
+        """Run the encoder, and keep K and V of its result."""
+        model, size = self._model, len(token_ids)
+        assert isinstance(model, Decoder)
+        assert model.encoder is not None
+        positions = torch.arange(size)
+        self._attention.plan_encoded(
+            EncodedInputs(
+                lens=torch.tensor([size], dtype=torch.int32),
+                starts=torch.tensor([0, size], dtype=torch.int32),
+                positions=positions,
+                slots=[self._size + positions],
+                block_tables=[torch.ones((1, 1), dtype=torch.int32)],
+                rows=torch.zeros(1, dtype=torch.int32),
+            )
+        )
+        self._encoder_attention.plan([size], self.dtype)
+        vectors = model.embedding.forward(torch.tensor(token_ids, device=self._device))
+        with sdpa_kernel(SDPBackend.MATH):  # which computes in float32
+            encoded = model.encoder.forward(
+                vectors, positions.to(self._device), self._encoder_attention
+            )
+        for layer in _layers(model):
+            cast(CrossAttention, layer.cross_attention).write(encoded, self._attention)
+
+    def _logits(self, token_ids: list[int], begin: int, num_encoded: int) -> Tensor:
+        """num_encoded: tokens of the encoder's input."""
         size = len(token_ids)
         positions = torch.arange(begin, begin + size)
         self._attention.plan(
@@ -308,6 +394,7 @@ class PlainModel:
                 positions=positions,
                 block_tables=[torch.ones((1, 1), dtype=torch.int32)],
                 slots=[self._size + positions],
+                encoder_lens=torch.tensor([num_encoded], dtype=torch.int32),
             )
         )
         hidden = self._model.forward(
@@ -316,6 +403,10 @@ class PlainModel:
             self._attention,
         )
         return self._model.logits(hidden)
+
+
+def _layers(stack: Stack) -> list[DecoderLayer]:
+    return [cast(DecoderLayer, layer) for layer in stack.layers]
 
 
 def _missed_by(logprobs: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
@@ -415,30 +506,52 @@ def _compare_kind(
 
 def alone(llm: LLM, plain: PlainModel, result: Result, scores: Scores) -> str:
     """What the engine says of a result's tokens, as a prompt, and of the same search, while it does
-    nothing else and has nothing cached; scores: what `plain` says of the tokens."""
-    tokens, num_prompt = result.token_ids, result.num_prompt_tokens
-    llm.reset_prefix_cache()
+    nothing else and has nothing cached; scores: what `plain` says of the tokens. Models with an
+    encoder have no log-probabilities of prompts: of the same request instead."""
+    if result.encoder_token_ids:
+        return f"alone, by {_differs_alone(llm, plain, result)}"
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    [output] = llm.generate([tokens], params, use_tqdm=False)
-    scored = (output.prompt_logprobs or [])[num_prompt:]
+    output = _served_alone(llm, result.token_ids, params).output
+    assert output is not None
+    scored = (output.prompt_logprobs or [])[result.num_prompt_tokens :]
     said = [token.logprob for token in scored if token is not None]
     worst = max(abs(a - b) for a, b in zip(said, scores.logprobs, strict=True))
     text = f"alone, as a prompt, by {worst:.3g}"
     if not isinstance(result.params, BeamSearchParams):
         return text
+    return f"{text}, its search by {_differs_alone(llm, plain, result)}"
+
+
+def _differs_alone(llm: LLM, plain: PlainModel, result: Result) -> str:
+    """By how much results of the same request differ when it is served alone."""
+    begin = result.token_ids[: result.num_prompt_tokens]
+    encoded = list(result.encoder_token_ids)
+    prompt: Prompt = {"prompt": encoded, "decoder_input_ids": begin} if encoded else begin
+    params = replace(result.params, max_tokens=result.num_tokens)
+    found = results_of(_served_alone(llm, prompt, params), params)
+    return f"{max(max(differences(each, plain.scores(each))) for each in found):.3g}"
+
+
+def _served_alone(llm: LLM, prompt: Prompt, params: Params) -> LocalStream:
+    """A request that has ended, before which nothing was cached."""
     llm.reset_prefix_cache()
-    search = replace(result.params, max_tokens=result.num_tokens)
-    [output] = llm.beam_search([tokens[:num_prompt]], search, use_tqdm=False)
-    worst = max(max(differences(each, plain.scores(each))) for each in results_of(output, search))
-    return f"{text}, its search by {worst:.3g}"
+    stream = llm.client.make_request(prompt, params)
+    llm.client.add_request(stream)
+    while stream.output is None:
+        llm.client.step()
+    return stream
 
 
 @contextmanager
 def checkpoint(setting: Setting) -> Iterator[Path]:
     """A directory with the model's weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fields = json.loads((CONFIGS / setting.config / "config.json").read_text())
-    fields["num_hidden_layers"] = setting.num_layers
+    fields: dict[str, Any] = {"torch_dtype": "bfloat16"}
+    if setting.config in SHAPES:
+        fields |= SHAPES[setting.config]
+    else:
+        fields |= json.loads((CONFIGS / setting.config / "config.json").read_text())
+    fields |= dict.fromkeys(LAYER_COUNTS, setting.num_layers)
     if "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][: setting.num_layers]
     with tempfile.TemporaryDirectory(prefix="octavo-soak-") as name:
@@ -455,7 +568,7 @@ def run(name: str, seed: int, seconds: float, most: int) -> Report:
     cascade.MIN_BYTES = rng.choice((0, BYTES_TO_SAVE))
     with checkpoint(setting) as directory, ExitStack() as serving:
         llm = serving.enter_context(setting.engine(directory, setting.num_ranks))
-        work = LongWork(setting, llm.engine.model_config.vocab_size)
+        work = LongWork(setting, llm.engine.model_config)
         report, pins = Report(name, seconds), list[str]()
         scheduler = llm.engine.scheduler
         while not report.is_late:
