@@ -25,7 +25,7 @@ EXPONENT_BIAS = 127  # of MXFP4's scales
 FP4_DEVIATION = 2.9  # standard deviation of e2m1 numbers whose four bits are random
 PER_SCALE = 32  # MXFP4 numbers that share a scale
 SHARED_TABLE = "shared.weight"  # of encoder-decoders, which have other names for it, too
-TABLES = ("embed_tokens.weight", SHARED_TABLE)  # of token embeddings
+TABLES = ("embed_tokens.weight", "wte.weight", SHARED_TABLE)  # of token embeddings
 
 
 def write_checkpoint(directory: Path, fields: dict[str, Any], device: torch.device) -> None:
@@ -58,7 +58,7 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], device: torch.devi
 def _distribution(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[float, float]:
     """The mean and the standard deviation of a tensor's values."""
     is_gemma = config.family.startswith("gemma")
-    if name.endswith(("norm.weight", "layernorm_embedding.weight")):
+    if len(shape) == 1 and name.endswith("weight"):  # of a norm
         mean = 1.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             mean = 1.6

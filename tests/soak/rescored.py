@@ -75,7 +75,7 @@ LEAST = 1e-4  # no wrong key changes log-probabilities by so little
 NUM_FAMILIES = 6  # of prompts, which share their tokens up to a random length
 # What families call the number of their layers, or of those of either side. None reads another's.
 LAYER_COUNTS = (
-    "num_hidden_layers",
+    *("num_hidden_layers", "n_layer", "n_layers"),
     *("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
 )
 BYTES_TO_SAVE = cascade.MIN_BYTES  # or none: then few sequences share keys as many do
@@ -111,12 +111,14 @@ class Setting:
 
 _FP8 = {"quantization": "fp8"}
 _FP8_CACHE = {"kv_cache_dtype": "fp8"}
+_TRANSFORMERS = {"model_impl": "transformers"}
 _TINY = Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16)
 _T5 = Setting("t5-3b", 3, max_model_len=2048, num_blocks=320)
 SETTINGS = {
     "tiny": _TINY,
     "tiny-on-2": replace(_TINY, num_ranks=2),
     "tiny-t5": replace(_TINY, config="tiny-t5", num_blocks=36),
+    "tiny-transformers": replace(_TINY, options=_TRANSFORMERS),
     "llama": Setting("llama-3-8b", 3),
     "llama-on-2": Setting("llama-3-8b", 3, num_ranks=2),
     "qwen": Setting("qwen2.5-1.5b", 4),
@@ -135,6 +137,17 @@ SETTINGS = {
     "t5-on-2": replace(_T5, num_ranks=2),
     "t5-fp8-cache": replace(_T5, options=_FP8_CACHE),
     "bart": Setting("bart-large", 3, max_model_len=1024, num_blocks=160),
+    "llama-transformers": Setting("llama-3-8b", 3, _TRANSFORMERS),
+    "qwen-moe-transformers": Setting("qwen3-30b-a3b", 2, _TRANSFORMERS),
+    "gemma-2": Setting("gemma-2-9b", 4, num_blocks=1500),
+    "mpt": Setting("mpt-7b", 3, max_model_len=2048),
+    "bloom": Setting("bloom-560m", 4, max_model_len=2048),
+    "glm-4": Setting("glm-4-9b", 3),
+    "gpt-j": Setting("gpt-j-6b", 3, max_model_len=2048),
+    "phi-3": Setting("phi-3-mini", 4, max_model_len=4096),
+    "stablelm": Setting("stablelm-3b", 4, max_model_len=4096),
+    "smollm3": Setting("smollm3-3b", 4),
+    "cohere-2": Setting("command-r7b", 4, max_model_len=16384, num_blocks=4000),
 }
 
 
