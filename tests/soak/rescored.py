@@ -8,8 +8,9 @@ Log-probabilities of tokens may differ by rounding alone. A key that is missing,
 request's changes them by much more.
 
 Where log-probabilities are asked for, the host waits for each step. Other requests, whose steps
-follow each other on the device, say nothing but their tokens: a greedy one must be the most likely
-one, and a random one that which its seed draws, but for what rounding changes.
+follow each other on the device, say nothing but their tokens: with the request's penalties, bias
+and limits, a greedy one must be the most likely one, and a random one that which its seed draws,
+but for what rounding changes.
 
 How much rounding may change differs between models: experts are chosen otherwise, and inputs of
 products in FP8 fall to other numbers. So each result is computed a third time with random noise of
@@ -36,12 +37,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import LLM
 from octavo.config import PreemptionMode
+from octavo.core.step import SamplingSpec
 from octavo.engine.local_client import LocalStream
 from octavo.engine.validation import Prompt
 from octavo.layers.attention import CrossAttention
@@ -61,7 +64,10 @@ from octavo.ops import (
 from octavo.ops.bidirectional import TorchBidirectional
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.worker import cascade
+from octavo.worker.device.cpu_sampling import token_weights
+from octavo.worker.logit_edits import EditedRow, edit_logits, has_edits
 from octavo.worker.randomness import uniforms
+from octavo.worker.sampler import SamplingBatch
 from soak.offline import Params, Round, change_pins, check_blocks
 from soak.random_checkpoint import write_checkpoint
 from soak.report import Report
@@ -69,6 +75,7 @@ from soak.shapes import SHAPES
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 CHUNK = 1024  # tokens that are computed again at once
+ROWS_AT_ONCE = 64  # of logits, from which tokens are drawn again
 SHAKEN = 3  # every third result is computed with noise, too
 NUM_NOISES = 8  # for a result that differs much
 LEAST = 1e-4  # no wrong key changes log-probabilities by so little
@@ -112,6 +119,7 @@ class Setting:
 _FP8 = {"quantization": "fp8"}
 _FP8_CACHE = {"kv_cache_dtype": "fp8"}
 _TRANSFORMERS = {"model_impl": "transformers"}
+_TUNED = {"tune_kernels": "auto"}
 _TINY = Setting("tiny", 2, max_model_len=256, num_blocks=24, most_at_once=16)
 _T5 = Setting("t5-3b", 3, max_model_len=2048, num_blocks=320)
 SETTINGS = {
@@ -124,6 +132,8 @@ SETTINGS = {
     "qwen": Setting("qwen2.5-1.5b", 4),
     "llama-fp8": Setting("llama-3-8b", 3, _FP8 | _FP8_CACHE),
     "llama-int4": Setting("llama-3-8b", 3, {"quantization": "int4"}),
+    "llama-tuned": Setting("llama-3-8b", 3, _TUNED),
+    "llama-int4-tuned": Setting("llama-3-8b", 3, {"quantization": "int4"} | _TUNED),
     "llama-fp8-cache": Setting("llama-3-8b", 3, _FP8_CACHE),
     "gemma": Setting("gemma-3-4b", 6, max_model_len=16384, num_blocks=2200),
     "gemma-on-2": Setting("gemma-3-4b", 6, max_model_len=16384, num_blocks=2200, num_ranks=2),
@@ -189,10 +199,22 @@ class LongWork:
             seed=rng.randrange(1000),
             max_tokens=max_tokens,
             logprobs=logprobs,
-            presence_penalty=rng.choice((0.0, 0.0, 2.0)) if logprobs is None else 0.0,
             prompt_logprobs=None if self._has_encoder else rng.choice((None, None, None, 0)),
             ignore_eos=True,
+            **({} if logprobs == 0 else self._changes(rng)),
         )
+
+    def _changes(self, rng: random.Random) -> dict[str, Any]:
+        """Parameters that change logits, or leave out tokens; mostly none."""
+        return {
+            "presence_penalty": rng.choice((0.0, 0.0, 0.0, 2.0)),
+            "frequency_penalty": rng.choice((0.0, 0.0, 0.0, 0.5)),
+            "repetition_penalty": rng.choice((1.0, 1.0, 1.0, 1.3)),
+            "logit_bias": rng.choice((None, None, None, {self._token(rng): 8.0})),
+            "top_k": rng.choice((0, 0, 0, 20)),
+            "top_p": rng.choice((1.0, 1.0, 1.0, 0.9)),
+            "min_p": rng.choice((0.0, 0.0, 0.0, 0.05)),
+        }
 
     def take(self, stream: LocalStream, params: Params) -> None:
         """See Work.take."""
@@ -212,6 +234,7 @@ class Result:
     """The tokens of a sample or a beam, and what the engine says of them."""
 
     params: Params  # of the request
+    spec: SamplingSpec  # what the engine makes of them
     encoder_token_ids: tuple[int, ...]  # the encoder's input; () without an encoder
     token_ids: list[int]  # with the prompt; behind an encoder, with what the decoder starts with
     num_prompt_tokens: int
@@ -227,7 +250,15 @@ class Result:
             return "beams"
         if self.params.logprobs is not None:
             return "samples"
-        return "draws" if self.params.temperature else "greedy"
+        if not self.params.temperature:
+            return "greedy"
+        has_limits = self.spec.top_k > 0 or self.spec.top_p < 1 or self.spec.min_p > 0
+        return "limited" if has_limits else "draws"
+
+    @property
+    def has_misses(self) -> bool:
+        """Whether only its tokens are known, not what the engine says of them."""
+        return self.kind in ("greedy", "draws", "limited")
 
     @property
     def num_alike(self) -> int:
@@ -241,15 +272,16 @@ class Result:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-# Samples with log-probabilities; tokens alone of greedy and of random ones; beams.
-RESULT_KINDS = ("samples", "greedy", "draws", "beams")
+# Samples with log-probabilities; tokens alone of greedy ones, of those that are drawn from all
+# tokens, and from some; beams.
+RESULT_KINDS = ("samples", "greedy", "draws", "limited", "beams")
 
 
 def results_of(stream: LocalStream, params: Params) -> Iterator[Result]:
     """One for each of the request's samples, and one for its prompt's log-probabilities."""
     output, request = stream.output, stream.request
     assert output is not None, "it has ended"
-    prompt, encoded = request.prompt_token_ids, request.encoder_token_ids
+    spec, prompt, encoded = request.sampling, request.prompt_token_ids, request.encoder_token_ids
     origin = f"{output.num_preemptions} preemptions, {output.num_cached_tokens} cached tokens"
     if encoded:
         origin += f", {len(encoded)} of the encoder"
@@ -258,10 +290,10 @@ def results_of(stream: LocalStream, params: Params) -> Iterator[Result]:
             continue
         known = [token.logprob for token in each.logprobs or []]
         tokens, total = prompt + each.token_ids, each.cumulative_logprob or 0.0
-        yield Result(params, encoded, tokens, len(prompt), known, total, each.index, origin)
+        yield Result(params, spec, encoded, tokens, len(prompt), known, total, each.index, origin)
     if output.prompt_logprobs is not None and len(prompt) > 1:
         known = [token.logprob for token in output.prompt_logprobs if token is not None]
-        yield Result(SamplingParams(logprobs=0), (), prompt, 1, known, 0.0, 0, origin)
+        yield Result(SamplingParams(logprobs=0), spec, (), prompt, 1, known, 0.0, 0, origin)
 
 
 class Scores(NamedTuple):
@@ -362,11 +394,10 @@ class PlainModel:
             drawn = token_ids[begin + 1 + skipped : begin + 1 + len(chunk)]
             if not drawn:
                 continue
-            rows = logits[skipped : skipped + len(drawn)].float().log_softmax(-1)
+            rows = logits[skipped : skipped + len(drawn)].float()
             tokens = torch.tensor(drawn, device=self._device)
-            of_tokens = rows.gather(1, tokens[:, None])[:, 0]
-            logprobs += of_tokens.tolist()
-            if result.kind in ("greedy", "draws"):
+            logprobs += _of_tokens(rows.log_softmax(-1), tokens).tolist()
+            if result.has_misses:
                 misses += _missed_by(rows, tokens, result, begin + 1 + skipped)
         return Scores(logprobs, misses)
 
@@ -422,26 +453,59 @@ def _layers(stack: Stack) -> list[DecoderLayer]:
     return [cast(DecoderLayer, layer) for layer in stack.layers]
 
 
-def _missed_by(logprobs: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
+def _of_tokens(rows: Tensor, tokens: Tensor) -> Tensor:
+    """[n]: of each of `rows`, [n, vocab_size], what its token has."""
+    return rows.gather(1, tokens[:, None])[:, 0]
+
+
+def _missed_by(logits: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
     """See Scores.misses.
 
-    logprobs: float32 [n, vocab_size], which are changed; tokens: [n], of a result, at the positions
+    logits: float32 [n, vocab_size], which are changed; tokens: [n], of a result, at the positions
     from `first` on.
     """
-    params, positions = result.params, torch.arange(first, first + len(tokens))
-    assert isinstance(params, SamplingParams), "beams are not drawn"
-    if params.presence_penalty:
-        for row, position in zip(logprobs, positions.tolist(), strict=True):
-            seen = set(result.token_ids[result.num_prompt_tokens : position])
-            row[list(seen)] -= params.presence_penalty
+    if has_edits(result.spec):
+        text = np.array(result.token_ids, np.int32)
+        edit_logits(
+            logits,
+            [
+                EditedRow(i, result.spec, text[: first + i], result.num_prompt_tokens)
+                for i in range(len(tokens))
+            ],
+        )
     if result.kind == "greedy":
-        return (logprobs.amax(1) - logprobs.gather(1, tokens[:, None])[:, 0]).tolist()
-    assert params.seed is not None, "all requests have one"
-    seeds, indices = (torch.full_like(positions, each) for each in (params.seed, result.index))
-    numbers = uniforms(seeds, indices, positions).to(logprobs.device)
-    shares = logprobs.double().softmax(1)
-    ends = shares.cumsum(1).gather(1, tokens[:, None])[:, 0]
-    begins = ends - shares.gather(1, tokens[:, None])[:, 0]
+        return (logits.amax(1) - _of_tokens(logits, tokens)).tolist()
+    parts = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
+    misses: list[float] = []
+    for rows, drawn in parts:
+        misses += _missed_draws(rows.cpu(), drawn.cpu(), result, first + len(misses))
+    return misses
+
+
+def _missed_draws(logits: Tensor, tokens: Tensor, result: Result, first: int) -> list[float]:
+    """See `_missed_by`: of random tokens, whose logits need no more edits."""
+    assert isinstance(result.params, SamplingParams), "beams are not drawn"
+    assert result.params.seed is not None, "all requests have one"
+    n, spec = len(tokens), result.spec
+    batch = SamplingBatch(
+        num_sampled=n,
+        temperature=np.full(n, spec.temperature, np.float32),
+        top_k=np.full(n, spec.top_k),
+        top_p=np.full(n, spec.top_p),
+        min_p=np.full(n, spec.min_p, np.float32),
+        seeds=np.full(n, result.params.seed),
+        sample_indices=np.full(n, result.index),
+        positions=np.arange(first, first + n),
+        num_draws=np.ones(n, np.int64),
+    )
+    seeds, indices, positions = (
+        torch.from_numpy(each) for each in (batch.seeds, batch.sample_indices, batch.positions)
+    )
+    numbers = uniforms(seeds, indices, positions)
+    weights = token_weights(logits, batch, logits.amax(1, keepdim=True)).double()
+    shares = weights / weights.sum(1, keepdim=True)
+    ends = _of_tokens(shares.cumsum(1), tokens)
+    begins = ends - _of_tokens(shares, tokens)
     return torch.maximum(begins - numbers, numbers - ends).clamp(min=0).tolist()
 
 
@@ -452,7 +516,7 @@ def differences(result: Result, scores: Scores, shaken: Scores | None = None) ->
     Of beams only sums are known, so there is one, their mean; a search prefers beams whose errors
     are all of one sign.
     """
-    if result.kind in ("greedy", "draws"):
+    if result.has_misses:
         misses = [0.0] * result.num_tokens if shaken is None else shaken.misses
         return [abs(a - b) for a, b in zip(misses, scores.misses, strict=True)]
     if result.kind == "beams":
