@@ -484,30 +484,36 @@ def test_all_candidates_of_tiles_compute_the_same(
 
 
 @pytest.mark.parametrize(
-    ("is_gated", "memory", "splits"), [(False, 56_000, [3, 1]), (True, 30_000, [2])]
+    ("is_gated", "num_tokens", "memory", "splits"),
+    [(False, 5, 56_000, [3, 1]), (True, 5, 30_000, [2]), (False, 50, 70_000, [2])],
 )
 def test_scales_of_small_groups_find_room(
     hopper: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     is_gated: bool,
+    num_tokens: int,
     memory: int,
     splits: list[int],
 ) -> None:
-    """Of many inputs, in larger programs or in more splits; here there is little memory instead."""
+    """Of many inputs, in larger programs or in more splits; here there is little memory instead.
+
+    More than 32 tokens may be multiplied by persistent programs, which come first.
+    """
     form = made("int4-small", 256, 2304, hopper)
     stored = StoredWeight.of(form)
     assert stored is not None
-    product = Product.of(5, stored, is_gated)
+    product = Product.of(num_tokens, stored, is_gated)
     assert product is not None
     monkeypatch.setattr(quantized_tiles, "_NUM_SMS", 1)
     monkeypatch.setattr(quantized_tiles, "_SHARED_MEMORY", memory)
     found = candidates.__wrapped__(product)
-    assert [tiles.splits for tiles in found] == splits
+    assert [tiles.splits for tiles in found if not tiles.x_stages] == splits
+    assert bool(found[0].x_stages) == (num_tokens > 32)
     epilogue = Epilogue.SILU_MUL if is_gated else Epilogue.NONE
-    x = inputs(5, 2304, torch.bfloat16, hopper)
+    x = inputs(num_tokens, 2304, torch.bfloat16, hopper)
     wanted = apply_epilogue(x.float() @ form.dequantize().t(), epilogue)
     for tiles in found:
-        out = x.new_empty(5, product.num_rows)
+        out = x.new_empty(num_tokens, product.num_rows)
         launch(x, stored, None, out, epilogue, tiles, is_partial=False)
         assert relative(out, wanted) < TOLERANCE, tiles
 

@@ -47,6 +47,7 @@ _WARPS_BY_ONE = 4  # of a program for one token
 _MOST_BY_ONE = _WARPS_BY_ONE * BLOCKS * BLOCK  # its inputs
 _MOST_ROWS_IN_PARTS = 4096  # results of one token that are left as partial sums
 _FEWEST_TOKENS = 8  # of a tile
+_MOST_OF_MANY_STAGES = 32  # tokens of tiles that find room for enough stages beside many scales
 # Places in SIZES, of products that may read a dequantized copy (with fewer tokens they are bound by
 # its bytes), and that do so by the rule, because tiles gain 4% at most with any shape.
 _FEWEST_BY_COPY, _MANY_BY_COPY = 192, 1024
@@ -215,7 +216,11 @@ def _simple_candidates(product: Product) -> list[Tiles]:
     if not found and product.tokens < 128:  # scales of many small groups take the room
         tokens = max(product.tokens, _FEWEST_TOKENS)
         larger = (_fitting(product, tokens, 64, per_sm, cuts_more=True) for per_sm in (2, 1))
-        return [tiles for tiles in larger if tiles is not None]
+        fitting = [tiles for tiles in larger if tiles is not None]
+        if tokens <= _MOST_OF_MANY_STAGES:
+            return fitting
+        # The persistent kernel loads the scales of a step when it comes to it: they need no room.
+        return [*_persistent_candidates(product), *fitting]
     return list(found)
 
 
@@ -225,7 +230,7 @@ def _persistent_candidates(product: Product) -> list[Tiles]:
     if product.is_gated and product.num_rows % PIECE:
         return []
     # Measured with 320 and 640 tokens, and faster with 320 alone.
-    served = [128] if product.tokens == 128 else [128, 192, 256]
+    served = [128] if product.tokens <= 128 else [128, 192, 256]
     if product.tokens == 320:
         served.append(320)
     found = [
