@@ -27,6 +27,7 @@ from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention_cascade, attention_decode
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.attention_work_items import cascade_capacity, item_capacity
+from octavo.ops.cuda.expert_tiles import max_blocks, tokens_per_tile
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
@@ -389,6 +390,15 @@ def test_a_gpu_refuses_more_sequences_than_grids_of_kernels_have_room_for() -> N
     many = cuda.MOST_SEQS + 1
     config = make_config("demo", max_num_seqs=many, max_num_batched_tokens=many)
     with pytest.raises(ConfigError, match=r"max_num_seqs.* 40,001 is more than the 40,000"):
+        CudaDevice(DEVICE).adapt(config)
+
+
+def test_a_gpu_refuses_more_tokens_than_grids_of_kernels_have_room_for() -> None:
+    most, num_experts, top_k = cuda.MOST_TOKENS, 1024, 16
+    in_block = tokens_per_tile(most, num_experts, top_k)
+    assert max_blocks(most, num_experts, top_k, in_block) <= MOST_IN_GRID
+    config = make_config("demo", max_num_batched_tokens=most + 1)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens.* 400,001 is more than"):
         CudaDevice(DEVICE).adapt(config)
 
 

@@ -45,6 +45,8 @@ _NUM_RESULTS = 8  # of steps in flight, of which there are three at most
 # Kernels have a program for each sequence, or for each work item of one, in the second dimension of
 # their grids, which has up to 65,535. Cascade attention has the most, 3 for every 2 sequences.
 MOST_SEQS = 40_000
+# So have experts for each block of their tokens, of which a token is in up to 16.
+MOST_TOKENS = 400_000
 HOPPER = 9  # the capability's first number, of GPUs that ops/cuda has quantized products for
 
 
@@ -69,13 +71,13 @@ class CudaDevice(Device):
         """See Device.adapt: a large GPU takes larger steps.
 
         Raises:
-            ConfigError: more sequences may run at once than grids of kernels have room for.
+            ConfigError: more sequences may run at once, or more tokens be computed, than grids of
+                kernels have room for.
         """
-        num_seqs = config.scheduler.max_num_seqs
-        if num_seqs > MOST_SEQS:
-            raise ConfigError(
-                "max_num_seqs", f"{num_seqs:,} is more than the {MOST_SEQS:,} that a GPU takes"
-            )
+        for name, most in (("max_num_seqs", MOST_SEQS), ("max_num_batched_tokens", MOST_TOKENS)):
+            asked = getattr(config.scheduler, name)
+            if asked > most:
+                raise ConfigError(name, f"{asked:,} is more than the {most:,} that a GPU takes")
         return config.for_gpu(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
