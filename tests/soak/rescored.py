@@ -74,7 +74,8 @@ from soak.report import Report
 from soak.shapes import SHAPES
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-CHUNK = 1024  # tokens that are computed again at once
+CHUNK = 1024  # tokens that are computed again at once, of a long context fewer
+CHUNK_SCORES = 1 << 25  # of a head
 ROWS_AT_ONCE = 64  # of logits, from which tokens are drawn again
 SHAKEN = 3  # every third result is computed with noise, too
 NUM_NOISES = 8  # for a result that differs much
@@ -128,6 +129,9 @@ SETTINGS = {
     "tiny-t5": replace(_TINY, config="tiny-t5", num_blocks=36),
     "tiny-transformers": replace(_TINY, options=_TRANSFORMERS),
     "llama": Setting("llama-3-8b", 3),
+    "llama-long": Setting(
+        "llama-3.1-8b", 1, max_model_len=131072, num_blocks=12000, most_at_once=6
+    ),
     "llama-on-2": Setting("llama-3-8b", 3, num_ranks=2),
     "qwen": Setting("qwen2.5-1.5b", 4),
     "llama-fp8": Setting("llama-3-8b", 3, _FP8 | _FP8_CACHE),
@@ -387,8 +391,9 @@ class PlainModel:
             self._encode(result.encoder_token_ids)
         logprobs: list[float] = []
         misses: list[float] = []
-        for begin in range(0, len(token_ids), CHUNK):
-            chunk = token_ids[begin : begin + CHUNK]
+        size = min(CHUNK, CHUNK_SCORES // len(token_ids))
+        for begin in range(0, len(token_ids), size):
+            chunk = token_ids[begin : begin + size]
             logits = self._logits(chunk, begin, len(result.encoder_token_ids))
             skipped = max(0, first - 1 - begin)  # rows of tokens that follow and are not compared
             drawn = token_ids[begin + 1 + skipped : begin + 1 + len(chunk)]

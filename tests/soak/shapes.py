@@ -9,6 +9,25 @@ from __future__ import annotations
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # Long contexts, whose rotary embedding is scaled.
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
     # Cross-attention, norms behind the blocks, heads of 64.
     "bart-large": {
         "model_type": "bart",
