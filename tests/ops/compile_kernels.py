@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from octavo.ops.cuda import pdl
 from octavo.ops.cuda.tile_sizes import SM_REGISTERS
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 compiled: Counter[str] = Counter()
 reductions: Counter[bool] = Counter()  # over lanes of linear layouts, and others
 has_all = sys.argv[1:] == ["all"]
+# Kernels without a wait: they are launched without the option, when all before them have ended.
+SERIALISED = {"_embed_kernel"}
+waiting: set[str] = set()  # kernels that write nothing before their wait
 ALONE = {"_linear_ring_float12_kernel"}  # one program on each SM
 
 
@@ -54,6 +58,7 @@ class Hopper:
 def install() -> None:
     """From here on a launch compiles its kernel, to the machine code, and does no more."""
     driver.set_active(Hopper())
+    pdl.launch_options = lambda device: {"PDL": True, "launch_pdl": True}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -62,6 +67,8 @@ def install() -> None:
         assert_reduced_lanes_are_neighbours(self.__name__, kernel.asm["ttgir"])
         if self.__name__ in ALONE:
             assert_two_find_no_room(self.__name__, kernel.asm["ptx"])
+        if "ttg.warp_specialize" not in kernel.asm["ttgir"]:
+            assert_nothing_is_written_before_the_wait(self.__name__, kernel.asm["ptx"])
         compiled[self.__name__] += 1
         return kernel
 
@@ -89,6 +96,18 @@ def assert_two_find_no_room(name: str, ptx: str) -> None:
     (registers,) = map(int, re.findall(r"\.maxnreg (\d+)", ptx))
     (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
     assert 2 * registers * threads > SM_REGISTERS, (name, registers, threads)
+
+
+def assert_nothing_is_written_before_the_wait(name: str, ptx: str) -> None:
+    """See pdl.py: until then, kernels before may read it. Where warps part, the order of the text
+    says nothing."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        assert "griddepcontrol.launch_dependents" not in ptx or name in SERIALISED, name
+        return
+    early = re.findall(r"^.*\b(?:st|red|atom)(?:\.\w+)*\.global.*$", before, re.MULTILINE)
+    assert not early, (name, early)
+    waiting.add(name)
 
 
 def attention() -> None:
@@ -717,4 +736,5 @@ if __name__ == "__main__":
     quantized_projections()
     draws()
     assert reductions[True], "Triton prints layouts in another way"
+    assert len(waiting) > len(compiled) / 2, waiting
     print(dict(compiled))
