@@ -9,6 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,26 @@ def test_rules_of_the_output_are_those_of_transformers(
     model_zoo.check_beams(
         output, generate(name, prompt, 8, **rules, **model_zoo.beam_options(4)), 1
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bart"])
+def test_beams_of_a_least_length_and_with_a_penalty(name: str) -> None:
+    """As the generation_config.json of BART's summarizers asks for (min_length)."""
+    llm, prompt = load(name), inputs()[2]
+    given = 1 if name in NAMES else len(prompt)
+    params = BeamSearchParams(4, max_tokens=8, length_penalty=-1.0)  # for short ones
+    [usual] = llm.beam_search(prompt, params, use_tqdm=False)
+    ends = [beam.token_ids[2] for beam in usual.outputs]  # so that some are shorter
+    found = []
+    least: dict[str, Any] = {"min_tokens": 6}
+    for more in ({}, least, least | {"repetition_penalty": 1.8}):
+        asked = replace(params, stop_token_ids=ends, **more)
+        [output] = llm.beam_search(prompt, asked, use_tqdm=False)
+        how = {"eos_token_id": [model_zoo.EOS_ID, *ends], **more, **model_zoo.beam_options(4)}
+        how |= {"min_new_tokens": how.pop("min_tokens", None), "length_penalty": -1.0}
+        model_zoo.check_beams(output, generate(name, prompt, 8, **how), given)
+        found.append([beam.token_ids for beam in output.outputs])
+    assert found[0] != found[1] != found[2], "the options change nothing"
 
 
 def test_beams_that_must_end_in_one_of_several_tokens(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ BAD_BEAMS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"beam_width": 2, "ignore_eos": "x"}, "ignore_eos: 'x' is not true or false"),
     ({"beam_width": 2, "stop_token_ids": [-1]}, "stop_token_ids: -1 is less than 0"),
+    ({"beam_width": 2, "min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 is more than max_tokens"),
+    ({"beam_width": 2, "repetition_penalty": 0}, "repetition_penalty: 0.0 is not more than 0"),
 ]
 
 

@@ -31,6 +31,8 @@ MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
+# What beam search takes of what generation_config.json says of sampling.
+BEAM_DEFAULTS = ("repetition_penalty",)
 SMALLEST_NORM = 1e-12  # of an embedding; the zero vector stays what it is
 
 # Which hidden states of a prompt become its embedding.
@@ -346,19 +348,12 @@ class SamplingParams(_Parameters):
     def _check_together(self) -> None:
         if self.top_p == 0:
             raise InvalidRequest("top_p", "0.0 leaves no token; it must be more than 0")
-        if self.repetition_penalty <= 0:
-            raise InvalidRequest(
-                "repetition_penalty", f"{self.repetition_penalty} is not more than 0"
-            )
+        _check_penalty_and_lengths(self)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "an empty list allows no token")
         if self.n > 1 and self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(
                 "n", f"{self.n} greedy samples (temperature 0) would all be equal; n must be 1"
-            )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                "min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})"
             )
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise InvalidRequest("prompt_logprobs_start", "it needs prompt_logprobs")
@@ -473,8 +468,14 @@ class BeamSearchParams(_Parameters):
     """Leave special tokens (such as end of sequence) out of the text."""
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
+    min_tokens: int = 0
+    """A hypothesis has at least this many tokens: until then, no end token continues it."""
+    repetition_penalty: float = 1.0
+    """Above 0: as in transformers, log-probabilities of tokens seen in the prompt or the hypothesis
+    are multiplied by it. 1 changes nothing."""
 
     def _check_together(self) -> None:
+        _check_penalty_and_lengths(self)
         if self.num_return_sequences is None:
             object.__setattr__(self, "num_return_sequences", self.beam_width)
         elif self.num_return_sequences > self.beam_width:
@@ -505,7 +506,9 @@ class BeamSearchParams(_Parameters):
             num_candidates=max(2, 1 + len(ends)) * self.beam_width,
             grammar=grammar,
             num_begun=_num_begun(self),
-            end_token_ids=ends if grammar else (),
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            end_token_ids=ends if self.min_tokens or grammar else (),
         )
 
 
@@ -559,6 +562,23 @@ class PoolingParams(_Parameters):
         if self.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), SMALLEST_NORM)
         return array("f", vector.astype(np.float32).tobytes())
+
+
+def beam_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's defaults that beam search has, too."""
+    return {name: defaults[name] for name in BEAM_DEFAULTS if name in defaults}
+
+
+def _check_penalty_and_lengths(params: SamplingParams | BeamSearchParams) -> None:
+    """Check what both kinds have of them. Raises InvalidRequest."""
+    if params.repetition_penalty <= 0:
+        raise InvalidRequest(
+            "repetition_penalty", f"{params.repetition_penalty} is not more than 0"
+        )
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(
+            "min_tokens", f"{params.min_tokens} is more than max_tokens ({params.max_tokens})"
+        )
 
 
 def _end_token_ids(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click_harness import Octavo
 
-from model_zoo import embed_as_nan, model_directory
+from model_zoo import embed_as_nan, model_directory, write_model
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.engine.tokenizer import Tokenizer
 
@@ -49,6 +49,21 @@ def test_an_output_that_does_not_continue_its_prompt_has_its_own_line(octavo: Oc
     result = octavo("generate", *model, PROMPT, "--max-tokens", 3, "--quiet")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == PROMPT
+
+
+def test_beams_have_the_model_s_penalty_unless_another_is_given(
+    octavo: Octavo, tmp_path: Path
+) -> None:
+    directory = write_model("llama", tmp_path)
+    (directory / "generation_config.json").write_text('{"repetition_penalty": 1.8}')
+    command = ("generate", "--model", directory, "--num-blocks", 200, PROMPT, "--beam-width", 3)
+    with LLM(str(directory), num_blocks=200) as llm:
+        for penalty, given in ((1.8, ()), (1.0, ("--repetition-penalty", 1, "--min-tokens", 2))):
+            params = BeamSearchParams(3, max_tokens=6, repetition_penalty=penalty)
+            [output] = llm.beam_search(PROMPT, params, use_tqdm=False)
+            listed = octavo(*command, "--max-tokens", 6, "--quiet", *given).stdout
+            for each in output.outputs:
+                assert f"[{each.index}] (score {each.score:.4f})" in listed
 
 
 def test_beams_and_samples_are_listed(octavo: Octavo, model: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -597,9 +598,14 @@ def test_no_bad_number_hides_behind_another(fields: dict[str, Any], param: str) 
 
 
 def test_beam_search_takes_its_own_fields_and_refuses_those_of_drawing() -> None:
-    fields = {"length_penalty": 0.5, "early_stopping": "never", "max_tokens": 9}
-    params = completion_params(completion(beam_width=4, n=2, temperature=1, **fields), {"top_k": 5})
-    assert params == BeamSearchParams(4, num_return_sequences=2, **fields)  # type: ignore[arg-type]
+    fields = {"length_penalty": 0.5, "early_stopping": "never", "min_tokens": 3, "max_tokens": 9}
+    defaults = {"top_k": 5, "repetition_penalty": 1.3}  # the model's
+    body = completion(beam_width=4, n=2, temperature=1, **fields)
+    expected = BeamSearchParams(4, num_return_sequences=2, **fields)  # type: ignore[arg-type]
+    assert completion_params(body, {"top_k": 5}) == expected
+    assert completion_params(body, defaults) == replace(expected, repetition_penalty=1.3)
+    body = completion(beam_width=4, n=2, repetition_penalty=1, **fields)
+    assert completion_params(body, defaults) == expected
     for name, value in {"temperature": 0.5, "stop": ["a"], "logprobs": 1, "seed": 1}.items():
         with pytest.raises(ApiError) as caught:
             completion_params(completion(beam_width=4, **{name: value}), {})

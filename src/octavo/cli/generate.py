@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 import click
@@ -18,10 +18,10 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import RequestFailed
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput, SequenceOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams, beam_defaults
 
 # Sampling options that beam search has, too.
-BEAM_OPTIONS = ("max_tokens", "ignore_eos")
+BEAM_OPTIONS = ("min_tokens", "max_tokens", "ignore_eos", "repetition_penalty")
 
 
 @click.command()
@@ -66,6 +66,8 @@ def generate(
         start = time.perf_counter()
         progress = not quiet and sys.stderr.isatty()
         if beam_params is not None:
+            defaults = beam_defaults(llm.engine.model_config.sampling_defaults)
+            beam_params = replace(beam_params, **{**defaults, **sampling})
             outputs = llm.beam_search(texts, beam_params, use_tqdm=progress)
         else:
             params = make_sampling_params(llm, sampling)

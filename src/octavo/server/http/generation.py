@@ -18,6 +18,7 @@ from octavo.sampling_params import (
     MAX_TEMPERATURE,
     BeamSearchParams,
     SamplingParams,
+    beam_defaults,
 )
 from octavo.server.http.bodies import (
     FAIL_FAST,
@@ -193,14 +194,12 @@ class GenerationBody(PromptBody):
 
 # The values that sampling fields may have beside a beam width: clients send them by default.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
     "temperature": (0, 1),
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "seed": (),
@@ -222,7 +221,7 @@ def generation_params(
     """The engine's parameters, of sampling or of beam search.
 
     Args:
-        defaults: the model's own, for sampling fields that are not given.
+        defaults: the model's own, for fields that are not given.
         max_tokens, num_logprobs: endpoints have different names and defaults for them.
 
     Raises:
@@ -231,7 +230,7 @@ def generation_params(
     _check_streaming(body)
     structured = structured_output(body.response_format, body.structured_outputs)
     if body.beam_width is not None:
-        return _beam_search_params(body, body.beam_width, max_tokens, structured)
+        return _beam_search_params(body, defaults, max_tokens, structured)
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise refused(name, "it needs beam_width")
@@ -254,7 +253,7 @@ def _check_streaming(body: GenerationBody) -> None:
 
 def _beam_search_params(
     body: GenerationBody,
-    beam_width: int,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     structured: StructuredOutput | None,
 ) -> BeamSearchParams:
@@ -263,10 +262,11 @@ def _beam_search_params(
         if value is not None and not any(same_json(value, each) for each in neutral):
             raise refused(name, "beam search does not sample, so it has no use")
     count = 1 if body.n is None else body.n
-    if count > beam_width:
-        raise InvalidRequest("n", f"{count} is more than beam_width ({beam_width})")
-    values = _given(body, BeamSearchParams) | {"max_tokens": max_tokens, "structured": structured}
-    return BeamSearchParams(**values, num_return_sequences=count)
+    values = beam_defaults(defaults) | _given(body, BeamSearchParams)
+    if count > values["beam_width"]:
+        raise InvalidRequest("n", f"{count} is more than beam_width ({values['beam_width']})")
+    limits = {"max_tokens": max_tokens, "num_return_sequences": count}
+    return BeamSearchParams(**{**values, **limits, "structured": structured})
 
 
 def _given(body: GenerationBody, kind: type[Params]) -> dict[str, Any]:
