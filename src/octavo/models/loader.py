@@ -151,7 +151,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                     _check_no_nan(earlier, rows)
                     _check_no_nan(where, part)
                     is_embedding = rows.data_ptr() == model.token_table.data_ptr()
-                    raise ModelError(f"{where} {_contradiction(is_embedding, config)}")
+                    raise ModelError(f"{where} {_contradiction(is_embedding, earlier, config)}")
             freed.after(math.prod(target.shape))
     if unknown:
         raise ModelError(
@@ -548,16 +548,15 @@ def _check_no_nan(where: str, values: Tensor) -> None:
         )
 
 
-def _contradiction(is_embedding: bool, config: ModelConfig) -> str:
-    """The error for a tensor whose parameter another tensor has set to different values."""
+def _contradiction(is_embedding: bool, earlier: str, config: ModelConfig) -> str:
+    """The error for a tensor whose parameter another tensor has set to different values; earlier:
+    the file and name of that one."""
+    differs = f"differs from {earlier}"
     if is_embedding and config.tied_embeddings:
-        return (
-            "differs from the token embeddings, but config.json says that they are the same "
-            "(tie_word_embeddings)"
-        )
+        return f"{differs}, but config.json says that they are the same (tie_word_embeddings)"
     if is_embedding and config.encoder is not None:
         return (
-            "differs from the token embeddings (tie_word_embeddings is false); octavo serves "
+            f"{differs} (tie_word_embeddings is false); octavo serves "
             f"{config.family} whose encoder and decoder share one table"
         )
-    return "differs from another tensor for the same parameter"
+    return f"{differs}, a tensor for the same parameter"
