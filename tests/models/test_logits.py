@@ -135,6 +135,7 @@ YARN = {
         ("phi3", {"original_max_position_embeddings": 32}),  # less than PROMPT
         ("phi3", {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}),
         ("phi3", {"tie_word_embeddings": True, "rope_parameters": LONGROPE | {"factor": None}}),
+        ("gpt_neox", {"hidden_act": "gelu_fast"}),  # of GPT-NeoX 20B
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
