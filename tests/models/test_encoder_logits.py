@@ -120,6 +120,12 @@ def test_sinusoids_of_an_odd_size() -> None:
     torch.testing.assert_close(table[4], torch.cat((angles.sin(), angles.cos()[:3])))
 
 
+def test_t5_under_the_first_name_of_its_class(tmp_path: Path) -> None:
+    """As the files of T5's own authors have it, and transformers does not read it."""
+    directory = changed(tmp_path, "t5", architectures=["T5WithLMHeadModel"])
+    assert read_model_config(directory).architecture == "T5ForConditionalGeneration"
+
+
 def test_bart_as_it_was_pretrained(tmp_path: Path) -> None:
     """Without prefix and without a bias of the logits."""
     directory = changed(tmp_path, "bart", architectures=["BartModel"])

@@ -155,6 +155,7 @@ def _read_bias(config: Fields, num_heads: int) -> RelativeBiasConfig:
 FAMILY = Family(
     model_type="t5",
     architecture="T5ForConditionalGeneration",
+    other_names=("T5WithLMHeadModel",),  # of the first files, from before the class was renamed
     note="T5, T5 1.1, Flan-T5, 60M to 11B; encoder and decoder",
     read=read,
     weights=WEIGHTS,
