@@ -25,9 +25,9 @@ from octavo.layers.base import WeightSlot
 from octavo.layers.config import ExpertsConfig
 from octavo.layers.experts import QuantizedExperts
 from octavo.layers.linear import QuantizedLinear, warn_once
-from octavo.models.dequantize import _unpacked
+from octavo.models.dequantize import _grouped, _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
-from octavo.models.quantization import read_quantization
+from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.quantized import GroupedInt, ScaledFloat8
@@ -189,6 +189,18 @@ def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
     tensors = load_file(SAMPLES / "gptq" / "model.safetensors")
     scales = tensors[f"{K_PROJ}scales"].float()[tensors[f"{K_PROJ}g_idx"].long()].t()
     assert torch.allclose(shuffled / scales.flip(1), weight / scales, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_inputs_of_any_number_of_bits_may_stand_anywhere(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randint(1 << bits, (3, 8), generator=generator, dtype=torch.uint8)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    groups = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.int32)
+    names, quantization = ("scales", "qzeros", "g_idx"), Quantization("gptq", num_bits=bits)
+    found = _grouped(values, scales, None, quantization, groups, names)
+    weight = found.dequantize() if isinstance(found, GroupedInt) else found
+    assert torch.equal(weight, (values.float() - (1 << (bits - 1))) * scales[:, groups.long()])
 
 
 def test_scales_of_inputs_are_left_out(tmp_path: Path) -> None:

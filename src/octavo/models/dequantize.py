@@ -345,9 +345,10 @@ def _grouped(
         if bool((counts != counts[0]).any()):
             return _spread_groups(values, scale, zeros, bits, groups.long())
     if bits not in (4, 8) or num_inputs % scale.shape[1] or num_inputs * bits % 8:
-        group = num_inputs // scale.shape[1]
-        index = torch.arange(num_inputs, device=values.device) // group
-        return _spread_groups(values, scale, zeros, bits, index)
+        if groups is None:
+            groups = torch.arange(num_inputs, device=values.device)
+            groups //= num_inputs // scale.shape[1]
+        return _spread_groups(values, scale, zeros, bits, groups.long())
     return GroupedInt.from_values(values, scale, zeros, bits, permutation)
 
 
