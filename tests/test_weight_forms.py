@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model_zoo import model_directory, write_model
@@ -255,6 +258,30 @@ def test_dequantized_weights_are_mentioned_once(
         assert line.startswith("on this CPU ")
         assert "no kernels for them there; they take " in line
         assert ("KiB instead of " in line) == (name != "bitsandbytes_nf4")
+
+
+@needs_product
+def test_int8_with_zero_points_is_dequantized_on_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As compressed-tensors stores it where weights are not symmetric."""
+    shutil.copytree(SAMPLES / "int8", tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    [group] = fields["quantization_config"]["config_groups"].values()
+    group["weights"]["symmetric"] = False
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        zeros = torch.full(tensors[name].shape, 3, dtype=torch.int8)
+        tensors[name.replace("weight_scale", "weight_zero_point")] = zeros
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLM(tmp_path, num_blocks=40):
+        assert "on this CPU compressed-tensors projections are dequantized" in caplog.text
+    plain, symmetric = (
+        read_model_config(each).kept_by("cpu").least_weight_bytes(4)
+        for each in (tmp_path, SAMPLES / "int8")
+    )
+    assert plain > 2 * symmetric
 
 
 def test_a_simulation_chooses_as_the_engine_does() -> None:

@@ -164,12 +164,14 @@ class Quantization:
         return KeptParts(self._keeps_projections(kernels), self.of_experts._keeps_experts(kernels))
 
     def _keeps_projections(self, kernels: WeightKernels) -> bool:
-        """Those of GPUs take Hopper's instructions; those of a CPU are int8 with rounded inputs."""
+        """Those of GPUs take Hopper's instructions; those of a CPU are int8 without zero points,
+        with rounded inputs."""
         if self.is_dense:
             return True
         if kernels == "cpu":
             is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
-            return is_int8 and self.quantizes_inputs
+            has_zeros = "weight_zero_point" in self.demanded
+            return is_int8 and self.quantizes_inputs and not has_zeros
         return kernels == "hopper" and self.form is not None
 
     def _keeps_experts(self, kernels: WeightKernels) -> bool:
