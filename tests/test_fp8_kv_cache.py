@@ -116,12 +116,15 @@ def test_tokens_equal_those_of_transformers_with_a_rounded_cache(name: str, back
     assert greedy(llm) == expected(directory, [KVScales()] * layers)
 
 
-def test_the_scales_of_a_checkpoint_are_honoured(tmp_path: Path) -> None:
+def test_the_scales_of_a_checkpoint_are_honoured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = with_scales(tmp_path / "model")
     plain = model_zoo.model_directory("llama3")
     scaled, unscaled = (expected(plain, each) for each in (SCALES, [KVScales()] * len(SCALES)))
     assert scaled != unscaled, "they make a difference"
     assert greedy(load(directory)) == scaled
+    assert "dequantized" not in caplog.text, "weights are not quantized"
     config = json.loads((directory / "config.json").read_text())
     del config["quantization_config"]
     (directory / "config.json").write_text(json.dumps(config))

@@ -104,7 +104,7 @@ class Quantization:
     # Modules that config.json says are not quantized: by their full names or the ends of those, in
     # compressed-tensors by their full names or LINEAR.
     ignored: tuple[ModuleNames, ...] = ()
-    is_dense: bool = False  # all projections are plain, and only experts are quantized
+    is_dense: bool = False  # all projections are plain, and only experts are quantized, if any
     experts: Quantization | None = None  # how experts are stored; None: as projections are
     # Where not all modules are stored in the same way; else there are none.
     groups: tuple[Group, ...] = ()
@@ -274,7 +274,8 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
             names.setdefault(quantization, []).append(target)
     by_name = [Group(ModuleNames(frozenset(each), ()), of) for of, each in names.items()]
     found = [*by_name, *patterns]
-    return _of_groups(found) if found else Quantization(COMPRESSED_TENSORS)
+    # Without groups, there may be scales of the KV cache.
+    return _of_groups(found) if found else Quantization(COMPRESSED_TENSORS, is_dense=True)
 
 
 def _read_group(where: Fields, group: Fields) -> Quantization:
