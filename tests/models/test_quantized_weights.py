@@ -180,6 +180,25 @@ def test_a_quantized_model_generates_what_the_dequantized_one_does(
     assert outputs[0] == outputs[1]
 
 
+def test_a_quantized_head_does_not_share_the_table_of_the_embedding(tmp_path: Path) -> None:
+    """Although config.json says so, of the model before it was quantized."""
+
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        table = tensors["model.embed_tokens.weight"].float()
+        scales = table.abs().amax(1, keepdim=True) / 448
+        tensors["lm_head.weight"] = (-table / scales).to(torch.float8_e4m3fn)
+        tensors["lm_head.weight_scale"] = scales
+
+    directory = changed(tmp_path, "fp8_channel", add_head, {"ignore": []})
+    config = read_model_config(directory)
+    model = build_model(config, torch.float32, CPU, SingleRank())
+    load_weights(model, config)
+    (head,) = weight_targets(model, config)["lm_head.weight"].slices
+    assert isinstance(head.target, WeightSlot)
+    torch.testing.assert_close(head.target.dense(), -model.token_table, rtol=0.07, atol=1e-3)
+    assert read_model_config(SAMPLES / "fp8_channel").tied_embeddings
+
+
 def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
     def shuffle(tensors: dict[str, Tensor]) -> None:
         tensors[f"{K_PROJ}g_idx"] = tensors[f"{K_PROJ}g_idx"].flip(0)

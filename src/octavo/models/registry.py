@@ -74,6 +74,8 @@ UNSERVED = {
     "rotary_pct": 1.0,
 }
 
+# The head in the files of families that quantizers take, and what its values are called there.
+_HEAD, _HEAD_VALUES = "lm_head.", {"weight", "qweight", "weight_packed"}
 
 # Reads what transformers makes of a directory; its module needs torch and transformers.
 TRANSFORMERS_READER = "octavo.models.fallback.reader"
@@ -128,7 +130,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    description = _as_stored(family.read(text), family, source)
+    description = _as_stored(family.read(text), family, source, quantization is not None)
     has_encoder = description.encoder is not None
     if config.flag("is_encoder_decoder", has_encoder) != has_encoder:
         expected = "have an" if has_encoder else "have no"
@@ -167,17 +169,25 @@ def _text_part(config: Fields, name: str) -> Fields:
 
 
 def _as_stored(
-    description: ModelDescription, family: Family, source: ModelSource
+    description: ModelDescription, family: Family, source: ModelSource, is_quantized: bool
 ) -> ModelDescription:
-    """See Family.own_head and Family.optional_logits_bias."""
-    if family.own_head is None and family.optional_logits_bias is None:
+    """See Family.own_head and Family.optional_logits_bias; and a head that was quantized shares no
+    table with the embedding, although config.json may say so of the model before."""
+    may_be_quantized = description.tied_embeddings and is_quantized
+    if family.own_head is None and family.optional_logits_bias is None and not may_be_quantized:
         return description
     names = set(map(source.weight_names(family).without_prefix, source.tensor_names()))
-    if family.own_head in names:
+    if family.own_head in names or (may_be_quantized and _has_quantized_head(names)):
         description = replace(description, tied_embeddings=False)
     if names and family.optional_logits_bias not in names:
         description = replace(description, logits_bias=False)
     return description
+
+
+def _has_quantized_head(names: set[str]) -> bool:
+    """Whether there are a head's values, under any name, and something beside them."""
+    parts = {name.removeprefix(_HEAD) for name in names if name.startswith(_HEAD)}
+    return bool(parts & _HEAD_VALUES) and not parts <= {"weight", "bias"}
 
 
 def quantized_on_load(
