@@ -775,6 +775,17 @@ def test_weights_that_config_json_says_are_dense_must_be(
     assert len(loaded(changed(tmp_path, name, config=other))) == PROJECTIONS
 
 
+def test_ends_of_names_skip_nothing_in_torchao(tmp_path: Path) -> None:
+    """transformers compares them with names of parameters, quantizes the modules, and leaves the
+    list in config.json."""
+    names = {"modules_to_not_convert": ["k_proj", "self_attn.v_proj"]}
+    weights = loaded(changed(tmp_path, "torchao", config=names))
+    assert all(map(torch.equal, weights.values(), loaded(SAMPLES / "torchao").values()))
+    names = {"modules_to_not_convert": ["model.layers.0.self_attn.k_proj"]}
+    with pytest.raises(ModelError, match=r"config.json says that \S*k_proj is not quantized"):
+        loaded(changed(tmp_path, "torchao", config=names))
+
+
 def test_compressed_tensors_ignores_full_names_patterns_and_the_class(tmp_path: Path) -> None:
     """As its library does: the end of a name is the name of no module."""
     ends = ["k_proj", "self_attn.k_proj", "re:k_proj", "lm_head"]

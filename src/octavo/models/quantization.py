@@ -14,6 +14,9 @@ from octavo.config import QuantizationName
 from octavo.json_fields import Fields
 
 COMPRESSED_TENSORS = "compressed-tensors"
+# Where modules that are not quantized are known by their full names alone. transformers compares
+# torchao's with names that end in ".weight", so that ends of modules' names say nothing.
+OF_FULL_NAMES = (COMPRESSED_TENSORS, "torchao")
 ON_LOAD_METHOD = "on-load"  # of weights that the files do not hold quantized
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 SMALLEST_GROUP = 32  # of inputs that share a scale, of weights that are quantized on load
@@ -102,7 +105,7 @@ class Quantization:
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
     # Modules that config.json says are not quantized: by their full names or the ends of those, in
-    # compressed-tensors by their full names or LINEAR.
+    # compressed-tensors and torchao by their full names or LINEAR.
     ignored: tuple[ModuleNames, ...] = ()
     is_dense: bool = False  # all projections are plain, and only experts are quantized, if any
     experts: Quantization | None = None  # how experts are stored; None: as projections are
@@ -134,7 +137,7 @@ class Quantization:
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
-        if self.method == COMPRESSED_TENSORS:
+        if self.method in OF_FULL_NAMES:
             is_named = any(not each.names.isdisjoint((module, LINEAR)) for each in self.ignored)
         else:
             is_named = any(each.have_end_of(module) for each in self.ignored)
