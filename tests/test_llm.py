@@ -8,9 +8,12 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -206,6 +209,33 @@ def test_interleaved_calls_do_not_take_from_each_other(llm: LLM) -> None:
             assert llm.generate(prompts[0], params)[0].outputs[0].token_ids == alone[0]
             llm.unpin_prefix(llm.pin_prefix(model_zoo.random_token_ids(16, seed=3)))
     assert got == alone
+
+
+def test_calls_from_several_threads_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = ["Once upon a time", "One morning", "The king", "In the forest"]
+    alone = [llm.generate(each, params)[0].outputs[0].token_ids for each in prompts]
+    step, stepping = llm.engine.step, Lock()
+
+    def step_alone() -> Any:
+        assert stepping.acquire(blocking=False), "another thread's step is under way"
+        try:
+            time.sleep(0.001)  # others run meanwhile
+            return step()
+        finally:
+            stepping.release()
+
+    def generated(prompt: str) -> list[int]:
+        return llm.generate(prompt, params)[0].outputs[0].token_ids
+
+    def streamed(prompt: str) -> list[int]:
+        return [token_id for delta in llm.stream(prompt, params) for token_id in delta.token_ids]
+
+    monkeypatch.setattr(llm.engine, "step", step_alone)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        calls = [generated, streamed, generated, streamed]
+        started = [threads.submit(call, each) for call, each in zip(calls, prompts, strict=True)]
+        assert [each.result(60) for each in started] == alone
 
 
 def test_beams_come_best_first(llm: LLM) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from os import PathLike
+from threading import RLock
 from typing import Any, TypeVar, cast
 
 from octavo.config import EngineConfig, make_config
@@ -27,8 +28,8 @@ P = TypeVar("P", SamplingParams, BeamSearchParams, PoolingParams)
 class LLM:
     """A model, its KV cache and an engine, in this process.
 
-    Calls share the engine, and must come from one thread at a time: a stream goes on while
-    `generate` runs.
+    Calls share the engine: a stream goes on while `generate` runs. Calls from several threads take
+    turns, a stream's piece by piece; `engine` and `client` must be used from one thread at a time.
 
     Example:
         >>> with LLM("demo") as llm:
@@ -63,6 +64,7 @@ class LLM:
         tokenizer = Tokenizer.find(resolve_model(config.model))
         self.engine = load_engine(config)
         self.client = LocalClient(self.engine, tokenizer)
+        self._turn = RLock()  # of the thread whose call uses the engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -117,8 +119,9 @@ class LLM:
             ...     print(output.prompt, [sample.text for sample in output.outputs])
         """
         params = SamplingParams() if params is None else params
-        streams = self._prepare(SamplingParams, prompts, params, priority, tenant, cache_salt)
-        return self._finish(streams, use_tqdm)
+        with self._turn:
+            streams = self._prepare(SamplingParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def beam_search(
         self,
@@ -152,8 +155,9 @@ class LLM:
             >>> [output] = llm.beam_search("The king", BeamSearchParams(beam_width=4))
             >>> output.outputs[0].text, output.outputs[0].score
         """
-        streams = self._prepare(BeamSearchParams, prompts, params, priority, tenant, cache_salt)
-        return self._finish(streams, use_tqdm)
+        with self._turn:
+            streams = self._prepare(BeamSearchParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def embed(
         self,
@@ -190,8 +194,9 @@ class LLM:
             >>> sum(x * y for x, y in zip(cat.embedding, dog.embedding))  # their cosine
         """
         params = PoolingParams() if params is None else params
-        streams = self._prepare(PoolingParams, prompts, params, priority, tenant, cache_salt)
-        return self._finish(streams, use_tqdm)
+        with self._turn:
+            streams = self._prepare(PoolingParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def chat(
         self,
@@ -334,10 +339,11 @@ class LLM:
         Example:
             >>> name = llm.pin_prefix("Translate English to German. The sun is warm. => ...")
         """
-        if name is None:
-            names = (f"prefix-{number}" for number in count())
-            name = next(each for each in names if each not in self.engine.kv.pins)
-        self.client.pin_prefix(prefix, name, cache_salt)
+        with self._turn:
+            if name is None:
+                names = (f"prefix-{number}" for number in count())
+                name = next(each for each in names if each not in self.engine.kv.pins)
+            self.client.pin_prefix(prefix, name, cache_salt)
         return name
 
     def unpin_prefix(self, name: str) -> None:
@@ -353,7 +359,8 @@ class LLM:
         Example:
             >>> llm.unpin_prefix(name)
         """
-        self.engine.unpin_prefix(name)
+        with self._turn:
+            self.engine.unpin_prefix(name)
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached for later prompts, except pinned prefixes.
@@ -363,7 +370,8 @@ class LLM:
         Example:
             >>> llm.reset_prefix_cache()  # the next prompts are computed from their first token
         """
-        self.engine.kv.reset_prefix_cache()
+        with self._turn:
+            self.engine.kv.reset_prefix_cache()
 
     def close(self) -> None:
         """Give the memory back; nothing can be generated after that. A second call does nothing.
@@ -371,7 +379,8 @@ class LLM:
         Example:
             >>> llm.close()  # or: with LLM("demo") as llm: ...
         """
-        self.engine.close()
+        with self._turn:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -438,21 +447,26 @@ class LLM:
     def _stream(
         self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str, cache_salt: str
     ) -> Generator[SequenceDelta, None, None]:
-        stream = self.client.make_request(
-            prompt, params, priority=priority, cache_salt=cache_salt, tenant=tenant
-        )
+        with self._turn:
+            stream = self.client.make_request(
+                prompt, params, priority=priority, cache_salt=cache_salt, tenant=tenant
+            )
         deltas = stream.deltas = deque()
         try:
-            self.client.add_request(stream)
+            with self._turn:
+                self.client.add_request(stream)
             while deltas or stream.output is None:
                 if deltas:
                     yield deltas.popleft()
-                else:
-                    self.client.step()
+                    continue
+                with self._turn:
+                    if not deltas and stream.output is None:  # no other thread's call was faster
+                        self.client.step()
             if stream.error is not None:
                 raise stream.error
         finally:
-            self.client.abort_request(stream)
+            with self._turn:
+                self.client.abort_request(stream)
 
 
 def load_engine(config: EngineConfig) -> Engine:
