@@ -30,6 +30,8 @@ class LLM:
 
     Calls share the engine: a stream goes on while `generate` runs. Calls from several threads take
     turns, a stream's piece by piece; `engine` and `client` must be used from one thread at a time.
+    Processes that use an LLM are spawned, not forked: torch's threads do not outlive a fork, and on
+    a CPU the child would wait for them for good.
 
     Example:
         >>> with LLM("demo") as llm:
