@@ -161,6 +161,44 @@ def test_excluded_bounds_are_excluded(bounds: Any, least: float, most: float) ->
             assert is_allowed or text != f"{middle:g}"
 
 
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "forbidden"),
+    [
+        ({"minimum": 2**53 + 1, "maximum": 2**53 + 4}, [2**53 + 2, 2**53 + 4], [2**53]),
+        ({"minimum": 2**53, "maximum": 2**53 + 1}, [2**53], [2**53 + 1, 2**53 + 2]),
+        ({"exclusiveMinimum": 2**53, "maximum": 2**53 + 2}, [2**53 + 2], [2**53, 2**53 + 1]),
+        ({"minimum": -(2**53), "exclusiveMaximum": -(2**53) + 4}, [-(2**53)], [-(2**53) + 4]),
+        ({"minimum": 1, "maximum": 2**63 - 1}, [2**62, 5, 2**63 - 2048], [0, 2**63]),
+        ({"minimum": 1, "exclusiveMaximum": 2**64}, [2**62, 5, 2**63 - 1], [0]),
+    ],
+)
+def test_large_bounds_are_kept_to(
+    bounds: dict[str, int], allowed: list[int], forbidden: list[int]
+) -> None:
+    library = guidance.Guidance(
+        model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [model_zoo.EOS_ID]
+    )
+    for kind in ("json_schema", "lenient_schema"):
+        schema = json.dumps({"type": "array", "items": {"type": "integer", **bounds}})
+        matcher = library.compile(Grammar(kind, schema)).matcher
+        tokenizer = library._tokenizer
+        for number in allowed + forbidden:
+            tokens = tokenizer.tokenize_str(f"[{number}]")
+            num_accepted = matcher.deep_copy().try_consume_tokens(tokens)
+            assert (num_accepted == len(tokens)) == (number in allowed), number
+
+
+def test_calls_leave_numbers_aside_that_would_be_others() -> None:
+    library = guidance.Guidance(
+        model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [model_zoo.EOS_ID]
+    )
+    numbers = {"enum": [2**53 + 1]}, {"type": "integer", "minimum": 2**63}
+    for schema in numbers:
+        matcher = library.compile(Grammar("lenient_schema", json.dumps(schema))).matcher
+        tokens = library._tokenizer.tokenize_str("17")
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
 @pytest.mark.parametrize("begun", [-1, True, 1.5, "2", 4])
 def test_what_is_not_in_the_prompt_cannot_have_begun(llm: LLM, begun: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"structured\.begun"):
@@ -357,6 +395,22 @@ for _ in range(150):
             "recurses without end",
         ),
         ({"json_schema": DEEP}, "structured.json_schema", "nested more than 100"),
+        (
+            {"json_schema": {"items": {"enum": ["a", [2**53, 1e22, {"b": 2**53 + 1}]]}}},
+            "structured.json_schema",
+            "#/items: enum: 9007199254740993 has more digits than are kept",
+        ),
+        ({"json_schema": {"const": -(10**400)}}, "structured.json_schema", "#: const: -1000"),
+        (
+            {"json_schema": {"type": ["null", "integer"], "minimum": 2**63}},
+            "structured.json_schema",
+            "#: minimum: no integer of 64 bits is beyond 9223372036854775808",
+        ),
+        (
+            {"json_schema": {"type": "integer", "exclusiveMaximum": -1e22}},
+            "structured.json_schema",
+            "#: exclusiveMaximum: no integer of 64 bits",
+        ),
         ({"regex": "(("}, "structured.regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "structured.regex", "look-around"),
         ({"regex": 7}, "structured.regex", "7 is not a text"),

@@ -26,7 +26,14 @@ from octavo.errors import InvalidRequest
 from octavo.host_memory import num_cpus
 from octavo.model_files import open_files
 from octavo.structured.constraint import WORD_BITS, Company, Filled, Words, num_words
-from octavo.structured.schemas import move_excluded_bounds, place_of, refusal
+from octavo.structured.schemas import (
+    leave_lost_numbers_aside,
+    move_excluded_bounds,
+    move_large_bounds,
+    place_of,
+    refusal,
+    refusal_of_numbers,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -455,6 +462,8 @@ class Guidance:
             if kind in ("json_schema", "lenient_schema"):
                 schema = json.loads(source)
                 reason = refusal(schema)
+                if reason is None and kind == "json_schema":
+                    reason = refusal_of_numbers(schema)
                 if reason is not None:
                     raise InvalidRequest(grammar.field, reason)
             grammars.append({"name": name, **_in_library_form(kind, source)})
@@ -486,6 +495,9 @@ def _in_library_form(kind: str, source: str) -> dict[str, Any]:
     if kind == "lark":
         return {"lark_grammar": source}
     schema = json.loads(source)
+    if kind == "lenient_schema":
+        leave_lost_numbers_aside(schema)
+    move_large_bounds(schema)
     move_excluded_bounds(schema)
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": kind == "lenient_schema"}
     return {"json_schema": {**({} if schema is True else schema), "x-guidance": options}}

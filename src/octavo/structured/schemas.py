@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 MAX_DEPTH = 100  # of a schema, in JSON values
 MAX_OPTIONAL = 1_024  # properties of an object, each of which the library follows at its beginning
 MAX_LOOKS = 100_000  # at schemas, to find out whether values end; about a tenth of a second
+ALL_EXACT = 2**53  # whole numbers that are less are all doubles
+END_OF_INTEGERS = 2**63  # the library writes none beyond 64 bits where the type is "integer"
 
 # Keywords whose values are schemas, lists of schemas, or mappings from names to schemas.
 _ONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
@@ -37,6 +42,18 @@ def refusal(schema: object) -> str | None:
     return None
 
 
+def refusal_of_numbers(schema: object) -> str | None:
+    """The first keyword with a number that would come out as another one: the library knows
+    numbers as doubles, and integers of 64 bits."""
+    return next((f"{path}: {name}: {why}" for path, _, name, why in _lost_numbers(schema)), None)
+
+
+def leave_lost_numbers_aside(schema: object) -> None:
+    """Remove from a schema the keywords that refusal_of_numbers speaks of."""
+    for _, each, name, _ in list(_lost_numbers(schema)):
+        del each[name]
+
+
 def place_of(schema: object, message: str) -> str:
     """Where the first keyword that a message quotes stands, as "#/properties/a: "; "" if none of
     them is found."""
@@ -63,6 +80,81 @@ def move_excluded_bounds(schema: object) -> None:
                 moved = bound + (end - bound) * 1e-6
                 if bound == int(bound) and moved != bound:
                     each[allowed] = towards(each.get(allowed, moved), moved)
+
+
+def move_large_bounds(schema: object) -> None:
+    """Change a schema in place so that llguidance, which reads them as doubles, keeps to its
+    large bounds.
+
+    A bound is replaced by the next number towards the inside that is a double and is written with
+    digits that are inside, too: what lies between them is lost.
+    """
+    for _, each in _subschemas(schema):
+        for name, own, inside, bound in list(_large_bounds(each)):
+            del each[name]
+            tighter = max if inside > 0 else min
+            each[own] = tighter(each.get(own, bound), bound)
+
+
+def _lost_numbers(schema: object) -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """Keywords whose numbers come out as others: their place, schema and name, and why."""
+    for path, each in _subschemas(schema):
+        for name in ("const", "enum"):
+            number = next(filter(_is_rounded, _numbers(each.get(name))), None)
+            if number is not None:
+                yield path, each, name, f"{_short(number)} has more digits than are kept"
+        kinds = each.get("type")
+        if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
+            for name, _, inside, bound in _large_bounds(each):
+                if bound >= END_OF_INTEGERS if inside > 0 else bound < -END_OF_INTEGERS:
+                    why = f"no integer of 64 bits is beyond {_short(each[name])}"
+                    yield path, each, name, why
+
+
+def _large_bounds(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, int, float]]:
+    """Bounds that a double may miss: their name and that of the bound that is allowed itself, on
+    which side of it numbers are, and the double there that is nearest to it."""
+    for own, inside in (("minimum", 1), ("maximum", -1)):
+        excluded = f"exclusive{own.capitalize()}"
+        for name in (own, excluded):
+            bound = schema.get(name)
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                continue
+            if ALL_EXACT <= abs(bound) <= sys.float_info.max / 2:
+                whole = int(bound) + (inside if name == excluded else 0)
+                yield name, own, inside, _double_inside(whole, inside)
+
+
+def _double_inside(bound: int, inside: int) -> float:
+    found = float(bound)
+    while (int(found) - bound) * inside < 0 or (_written(found) - bound) * inside < 0:
+        found = math.nextafter(found, inside * math.inf)
+    return found
+
+
+def _written(number: float) -> int:
+    """What the fewest digits stand for that tell a large double from others."""
+    return int(Decimal(repr(number)))
+
+
+def _is_rounded(number: int) -> bool:
+    if abs(number) < ALL_EXACT:
+        return False
+    return abs(number) > sys.float_info.max or _written(float(number)) != number
+
+
+def _numbers(value: object) -> Iterator[int]:
+    """The whole numbers in a JSON value."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+
+
+def _short(number: float) -> str:
+    text = str(number)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _is_bound(value: object) -> TypeGuard[float]:
