@@ -27,6 +27,7 @@ from octavo.server.http.context import Context
 from octavo.server.http.conversations import ChatMessage, conversation_prompt
 from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
+from octavo.server.http.endpoints.responses import ResponsesBody
 from octavo.server.http.errors import ApiError, ClientGone, as_api_error
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.prompts import truncated
@@ -131,7 +132,14 @@ def test_forms_mean_grammars() -> None:
     schema = {"type": "object", "title": "ü"}
     for fields in (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
-        {"structured_outputs": {"json": schema, "regex": None}},
+        {"structured_outputs": {"json": schema, "regex": None, "of_a_later_version": None}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": schema, "name": None, "of_a_later_version": None},
+                "of_a_later_version": None,
+            }
+        },
         {"structured_outputs": {"json": json.dumps(schema), "json_object": False}},
     ):
         params = chat_params(chat(**fields), {})
@@ -389,6 +397,13 @@ def test_fields_that_ask_for_nothing_are_let_pass() -> None:
         decode_body(b'{"of_a_later_version": null}', ChatBody)
     with pytest.raises(ApiError, match="best_of"):
         completion(best_of=True)  # which Python takes for 1
+
+
+def test_nulls_in_mappings_are_not_given() -> None:
+    body = completion(logit_bias={"5": 1, "7": None, "of a later version": None})
+    assert completion_params(body, {}).logit_bias == {5: 1}
+    responses = decode_body(b'{"input": "a", "metadata": {"a": "b", "c": null}}', ResponsesBody)
+    assert responses.metadata == {"a": "b"}
 
 
 def test_unknown_fields_cost_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:

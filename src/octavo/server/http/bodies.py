@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -44,9 +45,18 @@ CODES = {
 }
 
 # A client's own notes on what it asks for, within OpenAI's limits.
+
+
+def _without_nulls(given: object) -> object:
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
+    BeforeValidator(_without_nulls),
 ]
 
 _STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings

@@ -57,7 +57,7 @@ Biases = Annotated[
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
             "additionalProperties": {
-                "type": "number",
+                "type": ["number", "null"],
                 "minimum": -MAX_LOGIT_BIAS,
                 "maximum": MAX_LOGIT_BIAS,
             },
@@ -276,10 +276,11 @@ def _given(body: GenerationBody, kind: type[Params]) -> dict[str, Any]:
 
 
 def _logit_bias(value: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    """Token ids as numbers: JSON has only strings for keys."""
+    """Token ids as numbers: JSON has only strings for keys. A null counts as not given."""
     if value is None:
         return None
-    bad = next((key for key in value if re.fullmatch(r"[0-9]{1,10}", key) is None), None)
+    given = {key: bias for key, bias in value.items() if bias is not None}
+    bad = next((key for key in given if re.fullmatch(r"[0-9]{1,10}", key) is None), None)
     if bad is not None:
         raise InvalidRequest("logit_bias", f"{bad[:32]!r} is not a token id")
-    return {int(key): bias for key, bias in value.items()}
+    return {int(key): bias for key, bias in given.items()}

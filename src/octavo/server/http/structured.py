@@ -29,11 +29,11 @@ ResponseFormat = Annotated[
                         "strict": {"type": ["boolean", "null"]},
                     },
                     "required": ["schema"],
-                    "additionalProperties": False,
+                    "additionalProperties": {"type": "null"},
                 },
             },
             "required": ["type"],
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
         }
     ),
 ]
@@ -118,8 +118,9 @@ def _of_structured_outputs(value: Mapping[str, Any]) -> StructuredOutput:
 
 def _without_nulls(field: str, value: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The entries that are given; a null counts as absent."""
-    for name in value:
+    given = {name: each for name, each in value.items() if each is not None}
+    for name in given:
         if name not in names:
             shown = name[:MAX_NAME]
             raise refused(f"{field}.{shown}", "there is no such field", "unknown_field")
-    return {name: each for name, each in value.items() if each is not None}
+    return given
