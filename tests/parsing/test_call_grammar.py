@@ -158,7 +158,14 @@ def test_a_call_that_is_begun_in_a_text_is_whole(world: World, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "reasoning"), [("hermes", "think"), ("mistral", "mistral"), ("harmony", "auto")]
+    ("name", "reasoning"),
+    [
+        ("hermes", "think"),
+        ("llama3-json", "think"),
+        ("mistral", "mistral"),
+        ("pythonic", "think"),
+        ("harmony", "auto"),
+    ],
 )
 @pytest.mark.parametrize("thinking", ["open", "possible"])
 def test_reasoning_comes_before_calls_and_forms(

@@ -167,6 +167,27 @@ def test_any_cut_of_an_answer_gives_the_same_events(
         assert read(format_.parser("", PROPERTIES), pieces) == events
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("llama3-json", '{"name": "f", "parameters": {"x": 1}}'), ("pythonic", "[f(x=1)]")],
+)
+@given(places=st.lists(st.integers(0, 400), max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_calls_without_a_delimiter_may_follow_the_reasoning(
+    name: str, text: str, places: list[int]
+) -> None:
+    """However long that is, and nothing else."""
+    format_ = find_format(None, calls=name, reasoning="think")
+    for thought in ("Hm.", f"Hm, {text}?" * 1_000):
+        answer = f"<think>{thought}</think>\n\n{text}"
+        for pieces in (cut(answer, places), list(answer)):
+            events = read(format_.parser(""), pieces)
+            assert events == [Reasoning(thought), *call(0, "f", '{"x": 1}')]
+        answer = f"<think>{thought}</think>\n\nWell: {text}"
+        events = read(format_.parser(""), cut(answer, places))
+        assert events == [Reasoning(thought), Content(f"Well: {text}")]
+
+
 # Parts of delimiters, JSON and text in any order: what a model may say, and what it should not.
 FRAGMENTS = st.sampled_from(
     [

@@ -364,6 +364,11 @@ def find_format(
     syntax = None
     if calls != NONE:
         fields[CALLS], syntax = CALL_FORMATS[calls]
+        opening = fields[CALLS].get("open_pattern", "")
+        if thinking is not None and opening.startswith(r"\A"):  # or where the reasoning has ended
+            begin = rf"(?:\A|(?<={re.escape(thinking[1])}))"
+            opening = begin + opening.removeprefix(r"\A")
+            fields[CALLS] = {**fields[CALLS], "open_pattern": opening}
     if calls in _AFTER_CALLS:
         fields["after_calls"] = {"open": _AFTER_CALLS[calls], "close_pattern": "(?=.)"}
     return AnswerFormat(
