@@ -215,14 +215,27 @@ def test_too_many_viewers_are_refused() -> None:
         client = FakeClient()
         feeds = Feeds(cast(EngineClient, client), Metrics("demo"))
         many = [feeds.of(0).frames() for _ in range(MAX_VIEWERS)]
-        for frames in many:
-            await next_frame(frames)
-        reply = new_app(client, feeds).get("/dashboard/feed")
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+        # Also while none of their streams has begun, as when all come at once.
+        for _ in range(2):
+            reply = new_app(client, feeds).get("/dashboard/feed")
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+            for frames in many:
+                await next_frame(frames)
         for frames in many:
             await frames.aclose()
 
     asyncio.run(scenario())
+
+
+def test_a_viewer_who_leaves_makes_room() -> None:
+    client = FakeClient()
+    feeds = Feeds(cast(EngineClient, client), Metrics("demo"))
+    for _ in range(MAX_VIEWERS - 1):
+        feeds.of(0)
+    client.health = Health(False, "closed", "closed", 0)  # which ends a stream at once
+    http = new_app(client, feeds)
+    for _ in range(3):
+        assert http.get("/dashboard/feed").status_code == 200
 
 
 @pytest.mark.parametrize("number", [-1, 1, 10**30])

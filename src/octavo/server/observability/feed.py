@@ -237,19 +237,25 @@ class Feeds:
         self._client = client
         self._metrics = metrics
         self._feeds: dict[int, Feed] = {}
+        self._num_viewers = 0  # also those whose streams have not begun
 
     def of(self, number: int) -> Feed:
-        """The feed of a replica, for one more viewer.
+        """The feed of a replica, for one more viewer, of whom `leave` must tell the end.
 
         Raises InvalidRequest: there is no such replica. ApiError: too many pages watch.
         """
         if number not in self._feeds:
             self._feeds[number] = Feed(self._client, self._metrics, number)
-        if sum(feed.num_viewers for feed in self._feeds.values()) >= MAX_VIEWERS:
+        if self._num_viewers >= MAX_VIEWERS:
             raise ApiError(
                 503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
             )
+        self._num_viewers += 1
         return self._feeds[number]
+
+    def leave(self) -> None:
+        """A viewer has gone."""
+        self._num_viewers -= 1
 
 
 def feed_router(feeds: Feeds) -> APIRouter:
@@ -261,7 +267,8 @@ def feed_router(feeds: Feeds) -> APIRouter:
         request: Request, replica: Annotated[int, Depends(existing_replica)]
     ) -> Response:
         feed = feeds.of(replica)
-        return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
+        ping_seconds = context_of(request).settings.ping_seconds
+        return EventStream(feed.frames(), ping_seconds, on_end=feeds.leave)
 
     return router
 
