@@ -44,8 +44,6 @@ CODES = {
     UNSUPPORTED: UNSUPPORTED,
 }
 
-# A client's own notes on what it asks for, within OpenAI's limits.
-
 
 def _without_nulls(given: object) -> object:
     if not isinstance(given, dict):
@@ -53,6 +51,7 @@ def _without_nulls(given: object) -> object:
     return {name: value for name, value in given.items() if value is not None}
 
 
+# A client's own notes on what it asks for, within OpenAI's limits.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
