@@ -126,6 +126,12 @@ def test_t5_under_the_first_name_of_its_class(tmp_path: Path) -> None:
     assert read_model_config(directory).architecture == "T5ForConditionalGeneration"
 
 
+def test_a_bias_of_logits_is_no_matter_of_quantization(tmp_path: Path) -> None:
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
+    directory = changed(tmp_path, "marian", quantization_config=quantization)
+    assert read_model_config(directory).logits_bias
+
+
 def test_bart_as_it_was_pretrained(tmp_path: Path) -> None:
     """Without prefix and without a bias of the logits."""
     directory = changed(tmp_path, "bart", architectures=["BartModel"])

@@ -179,7 +179,7 @@ def _as_stored(
     names = set(map(source.weight_names(family).without_prefix, source.tensor_names()))
     if family.own_head in names or (may_be_quantized and _has_quantized_head(names)):
         description = replace(description, tied_embeddings=False)
-    if names and family.optional_logits_bias not in names:
+    if names and family.optional_logits_bias not in (None, *names):
         description = replace(description, logits_bias=False)
     return description
 
