@@ -31,8 +31,6 @@ MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
-# What beam search takes of what generation_config.json says of sampling.
-BEAM_DEFAULTS = ("repetition_penalty",)
 SMALLEST_NORM = 1e-12  # of an embedding; the zero vector stays what it is
 
 # Which hidden states of a prompt become its embedding.
@@ -566,7 +564,8 @@ class PoolingParams(_Parameters):
 
 def beam_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a model's defaults that beam search has, too."""
-    return {name: defaults[name] for name in BEAM_DEFAULTS if name in defaults}
+    own = {each.name for each in fields(BeamSearchParams)}
+    return {name: value for name, value in defaults.items() if name in own}
 
 
 def _check_penalty_and_lengths(params: SamplingParams | BeamSearchParams) -> None:

@@ -118,9 +118,7 @@ def _large_bounds(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, int, fl
         excluded = f"exclusive{own.capitalize()}"
         for name in (own, excluded):
             bound = schema.get(name)
-            if isinstance(bound, bool) or not isinstance(bound, int | float):
-                continue
-            if ALL_EXACT <= abs(bound) <= sys.float_info.max / 2:
+            if _is_number(bound) and ALL_EXACT <= abs(bound) <= sys.float_info.max / 2:
                 whole = int(bound) + (inside if name == excluded else 0)
                 yield name, own, inside, _double_inside(whole, inside)
 
@@ -159,9 +157,11 @@ def _short(number: float) -> str:
 
 def _is_bound(value: object) -> TypeGuard[float]:
     """Whether it is a number, and not a very large one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 1e9
+    return _is_number(value) and abs(value) < 1e9
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _depth_exceeds(value: object, limit: int) -> bool:

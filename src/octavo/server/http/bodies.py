@@ -6,7 +6,7 @@ Each kind of body is one pydantic model: it validates requests, and /openapi.jso
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Self, TypeVar, get_args
@@ -45,17 +45,16 @@ CODES = {
 }
 
 
-def _without_nulls(given: object) -> object:
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None}
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given: a null counts as not given."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # A client's own notes on what it asks for, within OpenAI's limits.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
-    BeforeValidator(_without_nulls),
+    BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
 ]
 
 _STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings

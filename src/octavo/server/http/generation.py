@@ -28,6 +28,7 @@ from octavo.server.http.bodies import (
     Integer,
     Refused,
     same_json,
+    without_nulls,
 )
 from octavo.server.http.errors import refused
 from octavo.server.http.gate import REQUEST_ID
@@ -265,8 +266,8 @@ def _beam_search_params(
     values = beam_defaults(defaults) | _given(body, BeamSearchParams)
     if count > values["beam_width"]:
         raise InvalidRequest("n", f"{count} is more than beam_width ({values['beam_width']})")
-    limits = {"max_tokens": max_tokens, "num_return_sequences": count}
-    return BeamSearchParams(**{**values, **limits, "structured": structured})
+    values |= {"max_tokens": max_tokens, "structured": structured}
+    return BeamSearchParams(**values, num_return_sequences=count)
 
 
 def _given(body: GenerationBody, kind: type[Params]) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def _logit_bias(value: Mapping[str, Any] | None) -> dict[int, Any] | None:
     """Token ids as numbers: JSON has only strings for keys. A null counts as not given."""
     if value is None:
         return None
-    given = {key: bias for key, bias in value.items() if bias is not None}
+    given = without_nulls(value)
     bad = next((key for key in given if re.fullmatch(r"[0-9]{1,10}", key) is None), None)
     if bad is not None:
         raise InvalidRequest("logit_bias", f"{bad[:32]!r} is not a token id")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
+from octavo.server.http.bodies import without_nulls
 from octavo.server.http.errors import refused
 from octavo.structured.output import StructuredOutput
 
@@ -81,7 +82,7 @@ def structured_output(
 
 def _of_response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     field = "response_format"
-    given = _without_nulls(field, value, ("type", "json_schema"))
+    given = _given(field, value, ("type", "json_schema"))
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refused(f"{field}.type", "it is not one of text, json_object, json_schema")
@@ -93,7 +94,7 @@ def _of_response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     inner = given.get("json_schema")
     if not isinstance(inner, dict):
         raise refused(field, "it is not an object with a schema", "missing_field")
-    parts = _without_nulls(field, inner, ("name", "description", "schema", "strict"))
+    parts = _given(field, inner, ("name", "description", "schema", "strict"))
     for name in ("name", "description"):
         if not isinstance(parts.get(name, ""), str):
             raise refused(f"{field}.{name}", "it is not a string")
@@ -108,7 +109,7 @@ def _of_response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
 
 def _of_structured_outputs(value: Mapping[str, Any]) -> StructuredOutput:
     field = "structured_outputs"
-    given = _without_nulls(field, value, tuple(_NAMES))
+    given = _given(field, value, tuple(_NAMES))
     asked = {name: each for name, each in given.items() if (name, each) != ("json_object", False)}
     if len(asked) != 1:
         raise refused(field, f"it has {len(asked)} forms; give one of {', '.join(_NAMES)}")
@@ -116,9 +117,9 @@ def _of_structured_outputs(value: Mapping[str, Any]) -> StructuredOutput:
     return StructuredOutput(**{_NAMES[name]: form}, field=f"{field}.{name}")
 
 
-def _without_nulls(field: str, value: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The entries that are given; a null counts as absent."""
-    given = {name: each for name, each in value.items() if each is not None}
+def _given(field: str, value: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The entries that are given. Raises ApiError: there is no such field."""
+    given = without_nulls(value)
     for name in given:
         if name not in names:
             shown = name[:MAX_NAME]

@@ -29,6 +29,7 @@ from octavo.parsing.events import (
 )
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader
+from octavo.server.http.bodies import without_nulls
 from octavo.server.http.context import encode
 from octavo.server.http.dialect import ReplyWriter, finish_reason
 from octavo.server.http.endpoints import chat
@@ -268,8 +269,7 @@ async def answer_chat(
 
 def chat_body(**fields: Any) -> ChatBody:
     """A chat with these fields, of those that are not None."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    return ChatBody.model_validate(given)
+    return ChatBody.model_validate(without_nulls(fields))
 
 
 def parsed_arguments(block: Block) -> Any:

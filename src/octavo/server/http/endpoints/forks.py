@@ -14,7 +14,7 @@ from pydantic import Field
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest
 from octavo.server.engine_process.stream import StreamEvent
-from octavo.server.http.bodies import WHOLE_FLOATS, Integer, Refused
+from octavo.server.http.bodies import WHOLE_FLOATS, Integer, Refused, without_nulls
 from octavo.server.http.context import Context, context_of, reply, tenant_of
 from octavo.server.http.endpoints.completions import (
     Completion,
@@ -218,8 +218,7 @@ async def _children(context: Context, body: ForkBody) -> tuple[list[list[int]], 
         raise refused("suffix", "give it to each of the children")
     suffixes, params = [], []
     for i, child in enumerate(body.children):
-        own = {name: getattr(child, name) for name in child.model_fields_set}
-        given = {name: value for name, value in own.items() if value is not None}
+        given = without_nulls({name: getattr(child, name) for name in child.model_fields_set})
         suffixes.append(await _suffix(context, given.pop("suffix", None), f"children[{i}].suffix"))
         try:
             params.append(completion_params(body.model_copy(update=given), defaults))
