@@ -121,7 +121,9 @@ class LLM:
             ...     print(output.prompt, [sample.text for sample in output.outputs])
         """
         params = SamplingParams() if params is None else params
-        return self._serve(SamplingParams, prompts, params, priority, tenant, cache_salt, use_tqdm)
+        with self._turn:
+            streams = self._prepare(SamplingParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def beam_search(
         self,
@@ -155,9 +157,9 @@ class LLM:
             >>> [output] = llm.beam_search("The king", BeamSearchParams(beam_width=4))
             >>> output.outputs[0].text, output.outputs[0].score
         """
-        return self._serve(
-            BeamSearchParams, prompts, params, priority, tenant, cache_salt, use_tqdm
-        )
+        with self._turn:
+            streams = self._prepare(BeamSearchParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def embed(
         self,
@@ -194,7 +196,9 @@ class LLM:
             >>> sum(x * y for x, y in zip(cat.embedding, dog.embedding))  # their cosine
         """
         params = PoolingParams() if params is None else params
-        return self._serve(PoolingParams, prompts, params, priority, tenant, cache_salt, use_tqdm)
+        with self._turn:
+            streams = self._prepare(PoolingParams, prompts, params, priority, tenant, cache_salt)
+            return self._finish(streams, use_tqdm)
 
     def chat(
         self,
@@ -385,21 +389,6 @@ class LLM:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def _serve(
-        self,
-        kind: type[P],
-        prompts: Prompt | Sequence[Prompt],
-        params: object,
-        priority: int | Sequence[int],
-        tenant: str | Sequence[str],
-        cache_salt: str,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """The outputs of requests, none of which runs before all of them are checked."""
-        with self._turn:
-            streams = self._prepare(kind, prompts, params, priority, tenant, cache_salt)
-            return self._finish(streams, use_tqdm)
 
     def _prepare(
         self,
