@@ -18,7 +18,7 @@ _ROWS_OF_TOKEN = 200  # of these others, for each token that gains
 _LEAST_ROWS = 1024
 _LEAST_SIZE = 1 << 22  # weights: reading fewer takes two microseconds
 _LEAST_OF_ONE = 20 << 20  # weights that one token reads from a copy
-_LEAST_OF_CHAINED = 7 << 20  # the same, where rings read copies
+_LEAST_OF_NARROW = 7 << 20  # the same, where rings read copies, of W with no more rows than inputs
 MOST_OF_EXPERT = 64  # tokens of one expert that its copy is multiplied by at once
 # The most inputs that one token may have whose experts are read from copies: inputs of gates, and
 # of all its down projections together.
@@ -47,8 +47,16 @@ def copied_tokens(num_rows: int, size: int, is_chained: bool = False) -> range:
 
 
 def fewest_tokens(num_rows: int, size: int, is_chained: bool = False) -> int:
-    """The fewest tokens that a copy is read for: one token's GEMV reads a small W as fast."""
-    return 1 if num_rows * size >= (_LEAST_OF_CHAINED if is_chained else _LEAST_OF_ONE) else 2
+    """The fewest tokens that a copy is read for: one token's GEMV reads a small W as fast.
+
+    Of two rings that read copies an SM holds one at a time, while one that reads an output
+    projection in bfloat16 fills beside the copy of the gates and ups that follow it. So bfloat16 is
+    read of a small W with no more rows than inputs, as most output projections are.
+    """
+    least = _LEAST_OF_ONE
+    if is_chained:
+        least = _LEAST_SIZE if num_rows > size else _LEAST_OF_NARROW
+    return 1 if num_rows * size >= least else 2
 
 
 def most_tokens(num_rows: int) -> int:

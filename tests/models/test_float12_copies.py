@@ -257,6 +257,25 @@ def test_ranks_have_copies_of_their_parts() -> None:
     assert some.copy_saves(1) == some.copy_saves(16) == some.head.copy_saves(16) + 5 * large
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "size", "fewest"),
+    [
+        (4096, 1024, (2, 1)),  # queries, keys and values of Qwen3-0.6B
+        (2048, 2048, (2, 2)),  # the output projection of Qwen3-1.7B
+        (2560, 2048, (2, 1)),  # of Gemma 3 4B
+        (4096, 4096, (2, 1)),  # of Llama-3-8B
+        (2048, 6144, (2, 1)),
+        (28672, 4096, (1, 1)),
+    ],
+)
+def test_one_token_reads_copies_of_large_weights(
+    num_rows: int, size: int, fewest: tuple[int, int]
+) -> None:
+    assert float12.has_use(num_rows, size)
+    found = tuple(float12.fewest_tokens(num_rows, size, is_chained) for is_chained in (False, True))
+    assert found == fewest
+
+
 def test_experts_have_copies() -> None:
     config = read_model_config(CONFIGS / "qwen3-30b-a3b").with_copies()
     experts = config.layers[0].mlp

@@ -170,7 +170,7 @@ def test_a_chain_reads_the_copy_for_one_token(
 
     monkeypatch.setattr(float12_ring, "linear_one_float12", multiply)
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(float12, "_LEAST_OF_CHAINED", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_NARROW", 1)
     monkeypatch.setattr(float12, "_ROWS_OF_TOKEN", 1)
     monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
     monkeypatch.setattr(linear_copied, "linear_float12", lambda x, *args: x)
@@ -234,7 +234,7 @@ def test_a_chain_without_a_ring_for_the_copy_reads_the_weight(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_ring, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(float12, "_LEAST_OF_CHAINED", 1)
+    monkeypatch.setattr(float12, "_LEAST_OF_NARROW", 1)
     monkeypatch.setattr(cuda_linear, "_is_fast", lambda x, weight: True)
     monkeypatch.setattr(float12_ring, "choose_float12_ring", lambda *args: None)
     x, weight = operands(48, 320, device)
