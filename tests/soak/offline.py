@@ -103,8 +103,9 @@ class Round:
     def run(self) -> None:
         rng = self._rng
         waiting = rng.randint(1, self._most)
+        share = rng.choice((0.7, 0.99))  # of requests that another one follows before the next step
         while waiting or self._client.has_unfinished:
-            while waiting and rng.random() < 0.7:
+            while waiting and rng.random() < share:
                 waiting -= 1
                 self._add()
             if self._open and rng.random() < 0.02:
