@@ -127,6 +127,17 @@ def _is_number(value: Any) -> bool:
     return is_number and MIN_NUMBER <= value <= MAX_NUMBER
 
 
+def is_text(value: object) -> bool:
+    """Whether it is a string without lone surrogates, which JSON can spell."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json(path: Path) -> Fields:
     """The JSON object in `path`; ModelError if there is none."""
     try:

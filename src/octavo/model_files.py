@@ -18,7 +18,7 @@ import tokenizers
 from octavo.errors import ModelError
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
-from octavo.json_fields import Fields, read_json
+from octavo.json_fields import Fields, is_text, read_json
 from octavo.sentencepiece import find_tokenizer
 
 DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
@@ -200,9 +200,7 @@ def _special_tokens(config: Fields) -> dict[str, str]:
     for role, value in config.values.items():
         content = value.get("content") if isinstance(value, dict) else value
         if role.endswith("_token") and isinstance(content, str):
-            try:
-                content.encode()
-            except UnicodeEncodeError as error:  # a lone surrogate
-                raise config.error(role, "it is not valid text") from error
+            if not is_text(content):
+                raise config.error(role, "it is not valid text")
             tokens[role] = content
     return tokens

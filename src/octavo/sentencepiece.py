@@ -1,5 +1,6 @@
 """Tokenizers of directories that have SentencePiece's own files and no tokenizer.json: Marian's
-(source.spm, target.spm, vocab.json), and those of T5 1.1 and mT5 (spiece.model).
+(source.spm, target.spm, vocab.json), and those of T5 1.1 and mT5 (spiece.model). Tokens that were
+added to them later are in tokenizer_config.json, or in the added_tokens.json of older directories.
 
 They are built with the `tokenizers` library. A model of SentencePiece is a protocol buffer
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto), of which a few
@@ -31,8 +32,8 @@ from tokenizers import (
     processors,
 )
 
-from octavo.errors import ModelError
-from octavo.json_fields import Fields, read_json
+from octavo.errors import ModelError, shown
+from octavo.json_fields import Fields, is_text, read_json
 
 MAX_BYTES = 256 << 20
 UNIGRAM = 1  # of model_type; also what a file means that does not say it
@@ -87,12 +88,16 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
     Raises ModelError: a file is broken, or is of another kind of model.
     """
     if all((directory / name).is_file() for name in MARIAN_FILES):
-        return _read_marian(*(directory / name for name in MARIAN_FILES))
-    if (directory / T5_FILE).is_file():
+        tokenizer = _read_marian(*(directory / name for name in MARIAN_FILES))
+    elif (directory / T5_FILE).is_file():
         config = read_json(directory / "config.json")
-        if config.get("model_type", None) in T5_TYPES:
-            return _read_t5(directory)
-    return None
+        if config.get("model_type", None) not in T5_TYPES:
+            return None
+        tokenizer = _read_t5(directory)
+    else:
+        return None
+    _add_tokens(tokenizer, directory)
+    return tokenizer
 
 
 def _read_marian(source: Path, vocabulary: Path) -> Tokenizer:
@@ -116,14 +121,16 @@ def _read_ids(vocabulary: Fields) -> list[str]:
     for token in (END, UNKNOWN):
         if token not in ids:
             raise ModelError(f"{vocabulary.where} has no {token}")
+    for token in ids:
+        if not is_text(token):
+            raise ModelError(f"{vocabulary.where}: {shown(token)} is not valid text")
     return sorted(ids, key=lambda text: ids[text])
 
 
 def _read_t5(directory: Path) -> Tokenizer:
     """Ids are those of the pieces; tokens for spans follow, the last of them first."""
     model = read_pieces(directory / T5_FILE)
-    file = directory / "tokenizer_config.json"
-    options = read_json(file) if file.exists() else Fields("", {})
+    options = _read_if_there(directory / "tokenizer_config.json")
     num_extra = options.get("extra_ids", T5_EXTRA_IDS)
     if type(num_extra) is not int or not 0 <= num_extra <= 1 << 16:
         raise options.error("extra_ids", "it must be an integer from 0 to 65,536")
@@ -157,6 +164,67 @@ def _build(
         single=f"$A {END}", pair=f"$A {END} $B {END}", special_tokens=[(END, end)]
     )
     return tokenizer
+
+
+def _read_if_there(file: Path) -> Fields:
+    return read_json(file) if file.exists() else Fields("", {})
+
+
+def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
+    """Add the tokens that the model's pieces do not have, and match them in texts as they are.
+
+    Raises ModelError if one would not get the id that its file says.
+    """
+    config = _read_if_there(directory / "tokenizer_config.json")
+    is_new = config.get("added_tokens_decoder", None) is not None
+    ids = _described_tokens(config) if is_new else _older_tokens(config, directory)
+    size = tokenizer.get_vocab_size()
+    for token, number in sorted(ids.items(), key=lambda item: item[1]):
+        known = tokenizer.token_to_id(token.content)
+        if number != (size if known is None else known):
+            raise ModelError(
+                f"{directory}: the added token {shown(token.content)} has the id {number}; by the "
+                f"tokenizer's other files it is {size if known is None else known}"
+            )
+        size += known is None
+    tokenizer.add_tokens(sorted(ids, key=lambda token: ids[token]))
+
+
+def _described_tokens(config: Fields) -> dict[AddedToken, int]:
+    """Those that tokenizer_config.json describes, with their ids."""
+    decoder, ids = config.part("added_tokens_decoder"), {}
+    for number in decoder.values:
+        fields = decoder.part(number)
+        if not (number.isascii() and number.isdecimal() and len(number) < 10):
+            raise ModelError(f"{decoder.where}: {shown(number)} is no token id")
+        names = ("special", "lstrip", "rstrip", "single_word")
+        flags = {name: fields.flag(name, False) for name in names}
+        ids[_added_token(fields, fields.get("content"), **flags)] = int(number)
+    return ids
+
+
+def _older_tokens(config: Fields, directory: Path) -> dict[AddedToken, int]:
+    """Those of added_tokens.json, with their ids. The ones that have a role are special."""
+    roles = config.values | _read_if_there(directory / "special_tokens_map.json").values
+    lists = [value if isinstance(value, list) else [value] for value in roles.values()]
+    special = [
+        each.get("content") if isinstance(each, dict) else each for some in lists for each in some
+    ]
+    file, ids = _read_if_there(directory / "added_tokens.json"), {}
+    for text, number in file.values.items():
+        if type(number) is not int:
+            raise ModelError(
+                f"{file.where}: {shown(text)} is {shown(number)}, which is no token id"
+            )
+        ids[_added_token(file, text, special=text in special)] = number
+    return ids
+
+
+def _added_token(fields: Fields, text: object, **flags: bool) -> AddedToken:
+    """Raises ModelError if the token cannot be in a text."""
+    if not is_text(text) or not text:
+        raise ModelError(f"{fields.where}: the added token {shown(text)} is not valid text")
+    return AddedToken(str(text), normalized=False, **flags)
 
 
 def read_pieces(path: Path) -> PieceModel:

@@ -96,6 +96,62 @@ def test_t5(tmp_path: Path) -> None:
     assert Tokenizer.find(tmp_path) is None, "whose rules are others"
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_added_tokens(tmp_path: Path, is_new: bool) -> None:
+    """Ids as transformers' tokenizers of T5 and Marian have them."""
+    pieces = marian(tmp_path)
+    ids = {text: len(pieces) + i for i, text in enumerate(("<hl>", "<sep>"))}
+    if is_new:
+        described = {
+            str(number): {"content": text, "normalized": True, "special": text == "<sep>"}
+            for text, number in {**ids, "<unk>": 1}.items()
+        }
+        options = json.dumps({"added_tokens_decoder": described})
+        (tmp_path / "tokenizer_config.json").write_text(options)
+    else:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(dict(reversed(ids.items()))))
+        roles = {"eos_token": {"content": "</s>"}, "additional_special_tokens": ["<sep>"]}
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))
+    tokenizer = Tokenizer.find(tmp_path)
+    assert tokenizer is not None
+    expected = ["\u2581the", "\u2581block", "\u2581table"]
+    the, block, table = map(pieces.index, expected)
+    text = "the <hl> block <sep>table"
+    assert tokenizer.encode(text) == [the, ids["<hl>"], block, ids["<sep>"], table, 0]
+    assert tokenizer.decode(list(ids.values())) == "<hl>"
+    assert tokenizer.decode(list(ids.values()), skip_special_tokens=False) == "<hl><sep>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "added_tokens",
+            {"<hl>": 31},
+            "token '<hl>' has the id 31; by the .* other files it is 25",
+        ),
+        ("added_tokens", {"s": 3}, "added token 's' has the id 3; by the .* other files it is 9"),
+        ("added_tokens", {"<hl>": "25"}, "added_tokens.json: '<hl>' is '25', which is no token id"),
+        ("added_tokens", {"\ud800": 23}, r"the added token '.ud800' is not valid text"),
+        (
+            "tokenizer_config",
+            {"x": {"content": "<hl>"}},
+            "added_tokens_decoder: 'x' is no token id",
+        ),
+        ("tokenizer_config", {"23": {}}, "added_tokens_decoder: 23 has no content"),
+        ("tokenizer_config", {"23": {"content": ""}}, "23: the added token '' is not valid text"),
+    ],
+)
+def test_added_tokens_that_do_not_fit(
+    tmp_path: Path, name: str, content: dict[str, object], message: str
+) -> None:
+    marian(tmp_path)
+    fields = {"added_tokens_decoder": content} if name == "tokenizer_config" else content
+    (tmp_path / f"{name}.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=message):
+        find_tokenizer(tmp_path)
+
+
 def test_it_is_not_built_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance would refuse it: the engine would take seconds to find out."""
     marian(tmp_path)
@@ -135,6 +191,7 @@ def test_the_last_span_comes_first(tmp_path: Path) -> None:
         ("vocab.json", b'{"</s>": 0, "<unk>": 5}', "its ids are not the numbers below 2"),
         ("vocab.json", b'{"</s>": 0, "a": "1"}', "its ids are not the numbers below 2"),
         ("vocab.json", b'{"</s>": 0, "a": 1}', "vocab.json has no <unk>"),
+        ("vocab.json", rb'{"</s>": 0, "<unk>": 1, "\ud800": 2}', "'.ud800' is not valid text"),
         ("vocab.json", b"[", "vocab.json cannot be read"),
     ],
 )
