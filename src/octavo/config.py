@@ -325,6 +325,18 @@ class EngineConfig:
         return stored if self.dtype == "auto" else self.dtype
 
 
+def cpu_dtype(asked: str, stored: str) -> str:
+    """The dtype that a CPU computes a model in whose files are in `stored`.
+
+    Raises ConfigError if float16 is asked for.
+    """
+    if asked == "float16":
+        raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
+    if asked == "auto":
+        return "bfloat16" if stored == "bfloat16" else "float32"
+    return asked
+
+
 def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
     """An EngineConfig from flat options. What LLM() takes.
 

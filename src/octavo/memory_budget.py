@@ -166,6 +166,16 @@ class MemoryBudget:
         )
 
 
+def default_cpu_cache(room: int, num_ranks: int) -> int:
+    """Bytes for the KV cache of each rank on a CPU, if the settings give no size.
+
+    Args:
+        room: what weights and activations leave of the memory.
+        num_ranks: processes that divide the host's memory among them.
+    """
+    return min(CPU_CACHE_LIMIT // num_ranks, int(CPU_CACHE_SHARE * room))
+
+
 def plan_memory(
     cache: CacheConfig,
     shape: KVShape,

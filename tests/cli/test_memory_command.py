@@ -13,7 +13,7 @@ from click_harness import Octavo
 
 import gguf_files
 from gguf_files import Kind
-from model_zoo import model_directory
+from model_zoo import model_directory, write_model
 from octavo import LLM
 from octavo.layers.config import CopyForm, LinearConfig
 
@@ -118,6 +118,28 @@ def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
     assert re.search(
         r"^of 64 tokens .* sequences at once; .* of KV each, 1\.\d\d times", text, re.M
     )
+
+
+@pytest.mark.parametrize("memory", [64 << 20, 64 << 30])  # a share of the first, and a limit
+def test_it_is_the_budget_of_this_host(
+    octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    """Where neither a device's memory nor a size of the KV cache is given: of a model whose head is
+    packed beside the table, and that a CPU computes in another dtype than its files are in."""
+    directory = write_model("gemma", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    for module in ("octavo.cli.memory", "octavo.worker.device.cpu"):
+        monkeypatch.setattr(f"{module}.host_memory", lambda: memory)
+    options = ("--max-num-batched-tokens", 300)
+    values = json.loads(octavo("memory", directory, *options, "--json").stdout)
+    assert values["dtype"] == "float32"
+    with LLM(
+        directory, max_num_batched_tokens=300, device="cpu", attention_backend="reference"
+    ) as llm:
+        budget = llm.engine.executor.capacity.budget
+    for name in ("total", "weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
+        assert values["budget"][name] == getattr(budget, name), name
 
 
 def test_no_weights_are_fetched_for_a_hub_id(

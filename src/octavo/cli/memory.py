@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
-from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, make_config
+from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, cpu_dtype, make_config
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory
 from octavo.memory_budget import format_bytes
@@ -42,7 +42,8 @@ BATCHES = (1, 64, 256)
 @click.option(
     "--device-memory",
     type=size,
-    help="What octavo may take on each device, such as 80GiB.  [default: what is free here]",
+    help="What octavo may take on each device, such as 80GiB.  [default: what this host has for"
+    " its CPUs]",
 )
 @click.option(
     "--lengths",
@@ -131,13 +132,14 @@ class Machine:
     dtype: str
     total: int  # bytes
     kernels: WeightKernels
+    is_cpu: bool  # this host
 
     @classmethod
     def of(
         cls, model: str, device_memory: int | None, engine: dict[str, Any], gpu: GPU | None
     ) -> Machine:
         """Without a name, a device with memory of its own is one that keeps all forms, and one
-        without is this host.
+        without is this host, whose CPUs compute.
 
         Raises ConfigError or ModelError as the engine does.
         """
@@ -147,8 +149,10 @@ class Machine:
         model_config = read_model_config(resolve_model(model, weights=False), config.model_impl)
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
-        dtype = config.dtype_for(model_config.dtype)
-        if device_memory is not None:
+        if device_memory is None:
+            dtype = cpu_dtype(config.dtype, model_config.dtype)
+        else:
+            dtype = config.dtype_for(model_config.dtype)
             if device_memory <= 0:
                 raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
             config = config.for_gpu(device_memory)
@@ -156,7 +160,7 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
-        return cls(config, model_config, dtype, total, kernels)
+        return cls(config, model_config, dtype, total, kernels, device_memory is None)
 
     def choose(self) -> Choice | None:
         """What "auto" stands for. Raises OutOfMemory if that was asked for and nothing fits."""
@@ -185,7 +189,9 @@ class Machine:
     def budget(self, name: QuantizationName | None) -> Budget:
         """Raises OutOfMemory if there is no room for a KV cache."""
         model = self.quantized(name)
-        estimate = Estimate.of(self.config, model, self.dtype, self.total, self.kernels)
+        estimate = Estimate.of(
+            self.config, model, self.dtype, self.total, self.kernels, self.is_cpu
+        )
         note = describe_dequantized(model, self.dtype, self.kernels, name)
         return Budget(self.config, model, self.dtype, estimate, note)
 

@@ -10,20 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cpu_dtype
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
-from octavo.memory_budget import (
-    CPU_CACHE_LIMIT,
-    CPU_CACHE_SHARE,
-    FixedMemory,
-    MemoryBudget,
-    estimate_activations,
-    format_bytes,
-)
+from octavo.memory_budget import MemoryBudget, default_cpu_cache, format_bytes
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cpu.int8 import has_int8_product
+from octavo.weight_forms import cpu_memory
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.device.cpu_sampling import CpuDrawer
 
@@ -57,11 +51,7 @@ class CpuDevice(Device):
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
         """See Device.resolve_dtype. Where the files are in float16, "auto" is float32."""
-        if asked == "float16":
-            raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
-        if asked == "auto":
-            return torch.bfloat16 if stored == "bfloat16" else torch.float32
-        return DTYPES[asked]
+        return DTYPES[cpu_dtype(asked, stored)]
 
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         if name == "triton":
@@ -80,18 +70,10 @@ class CpuDevice(Device):
 
     def plan_memory(self, demand: Demand) -> MemoryBudget:
         """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""
-        model, dtype_bytes = demand.model_config, demand.dtype.itemsize
-        kept = model.kept_by(self.weight_kernels(demand.dtype))
-        weights = kept.least_weight_bytes(dtype_bytes)
-        if model.tied_embeddings:
-            # A table to look up, and the same once more packed for the projection to logits.
-            weights += model.head.num_parameters * dtype_bytes
-        activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
-        fixed = FixedMemory(weights, activations)
+        model = demand.model_config.kept_by(self.weight_kernels(demand.dtype))
+        fixed = cpu_memory(model, demand.config.scheduler, demand.dtype.itemsize)
         total = self.total_memory(demand.config)
-        default = min(
-            CPU_CACHE_LIMIT // self.num_ranks, int(CPU_CACHE_SHARE * (total - fixed.total))
-        )
+        default = default_cpu_cache(total - fixed.total, self.num_ranks)
         return demand.plan(fixed, total, default)
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
