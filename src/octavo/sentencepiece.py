@@ -8,8 +8,9 @@ fields are read here:
 
     ModelProto      := pieces(1)* trainer_spec(2) normalizer_spec(3)
     SentencePiece   := piece(1) score(2) type(3)
-    TrainerSpec     := ... model_type(3)
+    TrainerSpec     := ... model_type(3) ... treat_whitespace_as_suffix(24)
     NormalizerSpec  := ... precompiled_charsmap(2) add_dummy_prefix(3) remove_extra_whitespaces(4)
+                       escape_whitespaces(5)
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from octavo.json_fields import Fields, is_text, read_json
 MAX_BYTES = 256 << 20
 UNIGRAM = 1  # of model_type; also what a file means that does not say it
 SPACE_MARK = "\u2581"
+# What becomes of spaces that are left out, and of marks at the end; SentencePiece keeps other white
+# space.
+EXTRA_SPACES = ((" {2,}", " "), (rf"\A |[ {SPACE_MARK}]+\z", ""))
 END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"
 MARIAN_FILES = "source.spm", "vocab.json"  # target.spm has no piece that vocab.json lacks
 T5_FILE, T5_TYPES = "spiece.model", ("t5", "mt5")
@@ -153,7 +157,8 @@ def _build(
     tokenizer = Tokenizer(models.Unigram(vocabulary, unknown, byte_fallback=False))
     tokenizer.normalizer = model.normalizer
     scheme = "always" if model.adds_space else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, scheme)
+    # The normalizer has put a mark in front, also where the text begins with one.
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, "never")
     tokenizer.decoder = decoders.Metaspace(SPACE_MARK, scheme)
     known = {piece.text for piece in pieces}
     tokenizer.add_special_tokens(
@@ -239,12 +244,17 @@ def read_pieces(path: Path) -> PieceModel:
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror})") from error
     try:
-        pieces, model_type, options = _parse(data)
+        pieces, trainer, options = _parse(data)
+        model_type = int(trainer.get(3, UNIGRAM))
         charsmap = _as_bytes(options.get(2, b""))
     except (ValueError, struct.error) as error:
         raise ModelError(f"{path} is no model of SentencePiece: {error}") from error
     if model_type != UNIGRAM:
         raise ModelError(f"{path} has a model of type {model_type}; octavo reads unigram models")
+    if trainer.get(24, 0):
+        raise ModelError(f"{path}: treat_whitespace_as_suffix is true; octavo does not serve it")
+    if not options.get(5, 1):
+        raise ModelError(f"{path}: escape_whitespaces is false; octavo does not serve it")
     if not pieces:
         raise ModelError(f"{path} has no pieces")
     if any(piece.type == PieceType.BYTE for piece in pieces):
@@ -256,14 +266,17 @@ def read_pieces(path: Path) -> PieceModel:
         except Exception as error:  # the library raises nothing more precise
             raise ModelError(f"{path}: its map of characters is broken: {error}") from error
     if options.get(4, 1):  # spaces around a text are left out, and several become one
-        parts += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
-    return PieceModel(pieces, normalizers.Sequence(parts), bool(options.get(3, 1)))
+        parts += [normalizers.Replace(Regex(spaces), by) for spaces, by in EXTRA_SPACES]
+    adds_space = bool(options.get(3, 1))
+    if adds_space:
+        parts.append(normalizers.Prepend(SPACE_MARK))
+    return PieceModel(pieces, normalizers.Sequence(parts), adds_space)
 
 
-def _parse(data: bytes) -> tuple[list[Piece], int, dict[int, int | bytes]]:
-    """Pieces, model_type, and the fields of normalizer_spec."""
+def _parse(data: bytes) -> tuple[list[Piece], dict[int, int | bytes], dict[int, int | bytes]]:
+    """Pieces, and the fields of trainer_spec and of normalizer_spec."""
     pieces: list[Piece] = []
-    model_type = UNIGRAM
+    trainer: dict[int, int | bytes] = {}
     options: dict[int, int | bytes] = {}
     for number, value in _fields(data):
         if number == 1:
@@ -274,10 +287,10 @@ def _parse(data: bytes) -> tuple[list[Piece], int, dict[int, int | bytes]]:
             text = _as_bytes(fields.get(1, b"")).decode()
             pieces.append(Piece(text, score, int(fields.get(3, PieceType.NORMAL))))
         elif number == 2:
-            model_type = int(dict(_fields(_as_bytes(value))).get(3, UNIGRAM))
+            trainer = dict(_fields(_as_bytes(value)))
         elif number == 3:
             options = dict(_fields(_as_bytes(value)))
-    return pieces, model_type, options
+    return pieces, trainer, options
 
 
 def _as_bytes(value: int | bytes) -> bytes:

@@ -50,13 +50,14 @@ def varint(value: int) -> bytes:
     return head + (varint(value >> 7) if value > 127 else b"")
 
 
-def spm(pieces: dict[str, float], model_type: int = 1) -> bytes:
+def spm(pieces: dict[str, float], model_type: int = 1, options: bytes = b"") -> bytes:
+    """`options`: more of the normalizer's."""
     types = {"<unk>": PieceType.UNKNOWN, "</s>": PieceType.CONTROL, "<pad>": PieceType.CONTROL}
     file = b""
     for text, score in pieces.items():
         parts = encoded(1, text.encode()) + bytes([2 << 3 | 5]) + struct.pack("<f", score)
         file += encoded(1, parts + encoded(3, types.get(text, PieceType.NORMAL)))
-    return file + encoded(2, encoded(3, model_type)) + encoded(3, encoded(1, b"identity"))
+    return file + encoded(2, encoded(3, model_type)) + encoded(3, encoded(1, b"identity") + options)
 
 
 def marian(directory: Path) -> list[str]:
@@ -94,6 +95,26 @@ def test_t5(tmp_path: Path) -> None:
         assert tokenizer.vocab_size == len(pieces) + num_extra
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
     assert Tokenizer.find(tmp_path) is None, "whose rules are others"
+
+
+def test_white_space(tmp_path: Path) -> None:
+    """As the sentencepiece package has it: spaces alone are left out, if they are, and a mark is
+    put in front of a text that begins with one, too."""
+    expected = {
+        "\n \n": (["\u2581", "<unk>", "\u2581", "<unk>"], ["\u2581", "<unk>", "\u2581", "<unk>"]),
+        " the\t": (["\u2581the", "<unk>"], ["\u2581", "\u2581the", "<unk>"]),
+        " ": ([], ["\u2581", "\u2581"]),
+        "\u2581the": (["\u2581", "\u2581the"], ["\u2581", "\u2581the"]),
+        "the\u2581": (["\u2581the"], ["\u2581the", "\u2581"]),
+    }
+    pieces = marian(tmp_path)
+    for i, options in enumerate((b"", encoded(4, 0))):  # remove_extra_whitespaces
+        (tmp_path / "source.spm").write_bytes(spm(SOURCE, options=options))
+        tokenizer = find_tokenizer(tmp_path)
+        assert tokenizer is not None
+        for text, both in expected.items():
+            found = [pieces[each] for each in tokenizer.encode(text).ids]
+            assert found == [*both[i], "</s>"], text
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -188,6 +209,16 @@ def test_the_last_span_comes_first(tmp_path: Path) -> None:
         ("source.spm", spm(SOURCE) + encoded(3, encoded(2, b"x")), "map of characters is broken"),
         ("source.spm", b"", "source.spm has no pieces"),
         ("source.spm", spm(SOURCE, 2), "a model of type 2; octavo reads unigram models"),
+        (
+            "source.spm",
+            spm(SOURCE, options=encoded(5, 0)),
+            "source.spm: escape_whitespaces is false; octavo does not serve it",
+        ),
+        (
+            "source.spm",
+            spm(SOURCE) + bytes([2 << 3 | 2, 3, 24 << 3 & 127 | 128, 24 >> 4, 1]),
+            "source.spm: treat_whitespace_as_suffix is true; octavo does not serve it",
+        ),
         ("vocab.json", b'{"</s>": 0, "<unk>": 5}', "its ids are not the numbers below 2"),
         ("vocab.json", b'{"</s>": 0, "a": "1"}', "its ids are not the numbers below 2"),
         ("vocab.json", b'{"</s>": 0, "a": 1}', "vocab.json has no <unk>"),
