@@ -8,14 +8,15 @@ WeightFiles of each format (models/base.py).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import tokenizers
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
 from octavo.json_fields import Fields, is_text, read_json
@@ -96,6 +97,7 @@ class ModelDirectory:
                 backend = tokenizers.Tokenizer.from_file(str(file))
             except Exception as error:  # the library raises nothing more precise
                 raise ModelError(f"{file} cannot be read: {error}") from error
+            _check_post_processor(file, backend)
         else:
             found = find_tokenizer(self.path)
             if found is None:
@@ -171,6 +173,19 @@ def _facts(path: Path, facts: Iterable[tuple[str, str]]) -> dict[str, str]:
         return dict(facts)
     except OSError as error:
         raise ModelError(f"{error.filename or path} cannot be read ({error.strerror})") from error
+
+
+def _check_post_processor(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """Raises ModelError if it puts special tokens around a text that it does not describe, which
+    the library finds out when it encodes one, and panics."""
+    if backend.post_processor is None:
+        return
+    whole: dict[str, Any] = json.loads(backend.post_processor.__getstate__())
+    for part in whole.get("processors", [whole]):
+        pieces = [*part.get("single", ()), *part.get("pair", ())]
+        for token in (piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece):
+            if token not in part["special_tokens"]:
+                raise ModelError(f"{file}: post_processor has no {shown(token)} in special_tokens")
 
 
 def _chat_template(directory: Path, config: Fields) -> str | None:

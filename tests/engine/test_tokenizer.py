@@ -437,6 +437,30 @@ def test_chat_equals_transformers(tmp_path: Path, name: str, add_generation_prom
     assert tokenizer.render_chat(MESSAGES, add_generation_prompt, thinking=True) == expected
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_special_tokens_that_are_put_around_texts_are_described(
+    tmp_path: Path, in_sequence: bool
+) -> None:
+    """The library would panic at each text."""
+    fields = json.loads((model_zoo.model_directory("gpt2") / "tokenizer.json").read_text())
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    begin = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    described = {"<bos>": {"id": "<bos>", "ids": [0], "tokens": ["<bos>"]}}
+    for special_tokens in (described, {}):
+        template = {
+            **{"type": "TemplateProcessing", "single": [begin, text], "pair": [text, text]},
+            "special_tokens": special_tokens,
+        }
+        both = {"type": "Sequence", "processors": [template]}
+        fields["post_processor"] = both if in_sequence else template
+        (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+        if special_tokens:
+            assert Tokenizer.from_directory(tmp_path).encode("a")[0] == 0
+    message = r"tokenizer.json: post_processor has no '<bos>' in special_tokens"
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_where_templates_come_from(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
     assert with_template(tmp_path, named).render_chat([]) == "named"
