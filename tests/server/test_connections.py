@@ -286,6 +286,41 @@ def test_those_without_a_whole_request_make_room(monkeypatch: pytest.MonkeyPatch
     run(test())
 
 
+def test_the_end_of_a_spare_connection_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(http_protocol, "GRACE_SECONDS", 0.0)
+        async with rig(ConnectionLimits(1)) as made:
+            await made.connect(GET % b"wait")
+            await made.until(lambda: made.app.num_running == 1)
+            await made.connect(b"")
+            await made.until(lambda: len(made.connections.spare) == 1)
+            reader, _ = await made.connect(GET % b"wait")
+            assert status_of(await reader.read()) == 503
+            assert made.app.num_running == 1
+
+    run(test())
+
+
+def test_all_that_can_be_replaced_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(http_protocol, "GRACE_SECONDS", 1000.0)
+        async with rig(ConnectionLimits(20)) as made:
+            for _ in range(20 + MAX_SPARE):
+                await made.connect(b"")
+            await made.until(lambda: len(made.connections.spare) == MAX_SPARE)
+            for _ in range(10):
+                await made.connect(b"")
+            reader, _ = await made.connect(GET % b"")
+            await asyncio.sleep(0.2)
+            monkeypatch.setattr(http_protocol, "GRACE_SECONDS", 0.2)
+            made.connections.when_spare_ends()
+            async with asyncio.timeout(10):
+                assert status_of(await reader.readuntil(b"ok")) == 200
+            assert len(made.connections.spare) == MAX_SPARE
+
+    run(test())
+
+
 def test_unfinished_bodies_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         monkeypatch.setattr(http_protocol, "MAX_BODIES_BYTES", 10_000)

@@ -112,7 +112,11 @@ class HttpServer:
 
     def _accept(self) -> None:
         """Accept what waits in the socket's queue."""
+        spare = self.connections.spare
         for _ in range(MAX_ACCEPTS):
+            if len(spare) >= MAX_SPARE and not self.connections.has_room(time.monotonic()):
+                self._stop_accepting()  # until one of them has gone, or the next check
+                return
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -124,9 +128,6 @@ class HttpServer:
                 asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._go_on_accepting)
                 return
             self._take(accepted)
-            if len(self.connections.spare) >= MAX_SPARE:
-                self._stop_accepting()  # until one of them has gone, or the next check
-                return
 
     def _take(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)

@@ -68,20 +68,33 @@ class Connections:
         num_open = len(self.open) + len(self.arriving) - len(self.spare)
         return num_open >= self.limits.max_connections
 
+    def has_room(self, now: float) -> bool:
+        """Whether one more connection is within the limit, or takes the place of another."""
+        return not self.is_full or self._replaceable(now) is not None
+
     def make_room(self, now: float) -> bool:
         """Close the connection that has been without a whole request for longest. False if each of
         them has one, or is too young to tell."""
-        shaking = next(iter(self.arriving), None)
-        if shaking is not None and now - shaking.start_time >= GRACE_SECONDS:
+        oldest = self._replaceable(now)
+        if oldest is None:
+            return False
+        if oldest in self.arriving:
             self.closed["to make room"] += 1
-            self.arriving.pop(shaking).cancel()
-            return True
+            self.arriving.pop(oldest).cancel()
+        else:
+            oldest.end("to make room")
+        return True
+
+    def _replaceable(self, now: float) -> Connection | None:
+        """The connection that `make_room` closes; none of `spare`, whose end makes no room."""
+        shaking = next((each for each in self.arriving if each not in self.spare), None)
+        if shaking is not None and now - shaking.start_time >= GRACE_SECONDS:
+            return shaking
         for group in (self.waiting, self.receiving):
-            oldest = next(iter(group), None)
+            oldest = next((each for each in group if each not in self.spare), None)
             if oldest is not None and now - group[oldest] >= GRACE_SECONDS:
-                oldest.end("to make room")
-                return True
-        return False
+                return oldest
+        return None
 
     def bound_bodies(self) -> None:
         """Refuse the bodies that have been coming for longest, while all take too much memory."""
