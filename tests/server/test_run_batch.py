@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_no_file_but_replies_is_overwritten(tmp_path: Path) -> None:
     assert source.read_text() == "".join(json.dumps(each) + "\n" for each in REQUESTS)
     assert notes.read_text() == "what I wrote down\n"
     assert sorted(tmp_path.iterdir()) == [source, notes]
+
+
+def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = octavo("run-batch", "-i", str(pipe), "-o", str(tmp_path / "out.jsonl"))
+    assert result.exit_code == 1
+    assert result.stderr == f"error: input: {pipe} is no regular file: it is read twice\n"
 
 
 def answered(path: Path) -> list[tuple[str | None, int, str | None]]:

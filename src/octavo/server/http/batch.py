@@ -103,6 +103,8 @@ def read_lines(path: Path) -> Iterator[Line]:
 def prepare(input_path: Path, output_path: Path) -> Batch:
     """Read both files. Raises InvalidRequest before anything has run or is overwritten."""
     try:
+        if not input_path.is_file():
+            raise InvalidRequest("input", f"{input_path} is no regular file: it is read twice")
         num_requests = sum(1 for _ in read_lines(input_path))
     except OSError as error:
         raise InvalidRequest("input", f"{input_path} cannot be read ({error.strerror})") from error
