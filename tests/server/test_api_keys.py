@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.http.settings import Listening
+from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.run import bind, listen
 from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
 
@@ -108,6 +108,23 @@ def test_origins(guarded: LiveServer, server: LiveServer) -> None:
     assert "access-control-allow-origin" not in other.headers
     plain = server.get("/v1/models", Origin=ORIGIN)
     assert "access-control-allow-origin" not in plain.headers
+
+
+def test_origins_and_names_that_no_request_can_have_are_refused() -> None:
+    origins = (ORIGIN, "http://localhost:3000", "http://[::1]:80", "app://x", "*", "null")
+    ServerSettings(("m",), cors_origins=origins, allowed_hosts=("a.example", "10.0.0.1", "[::1]"))
+    for origin in (
+        "",
+        f"{ORIGIN}/",
+        "pages.example",
+        "https://Pages.example",
+        f"{ORIGIN} {ORIGIN}",
+    ):
+        with pytest.raises(ConfigError, match=rf"^cors_origin: '{origin}' is not an origin"):
+            ServerSettings(("m",), cors_origins=(ORIGIN, origin))
+    for host in ("", "a.example:8000", "https://a.example", "::1", "a.example b.example"):
+        with pytest.raises(ConfigError, match=rf"^allowed_host: '{host}' is not a name"):
+            ServerSettings(("m",), allowed_hosts=("a.example", host))
 
 
 def test_names_of_the_server(guarded: LiveServer, server: LiveServer) -> None:

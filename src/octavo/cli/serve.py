@@ -15,7 +15,7 @@ from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.keys import ApiKeys, read_key_file
 from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
 from octavo.server.observability.logs import set_up_logs
-from octavo.server.run import is_loopback, run_server
+from octavo.server.run import host_in_urls, is_loopback, run_server
 
 OWN_OPTIONS = {"model_names", "api_keys", "admin_keys", "cors_origins", "allowed_hosts"}
 SETTINGS_HELP = {
@@ -109,7 +109,9 @@ def serve(
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
     address = Listening(**listening)
     if not keys and is_loopback(address.host):
-        allowed_hosts = tuple(dict.fromkeys((*LOOPBACK, address.host, *allowed_hosts)))
+        allowed_hosts = tuple(
+            dict.fromkeys((*LOOPBACK, host_in_urls(address.host), *allowed_hosts))
+        )
     server_settings = ServerSettings(
         model_names or (model,),
         api_keys=ApiKeys(keys),

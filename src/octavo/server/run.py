@@ -160,8 +160,12 @@ def check_tls(listening: Listening) -> None:
 
 def url_of(listening: Listening, port: int) -> str:
     scheme = "http" if listening.ssl_certfile is None else "https"
-    host = f"[{listening.host}]" if ":" in listening.host else listening.host
-    return f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_in_urls(listening.host)}:{port}"
+
+
+def host_in_urls(host: str) -> str:
+    """A name or address as URLs and Host headers have it: IPv6 addresses are in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 
 from octavo.errors import ConfigError
@@ -11,6 +12,8 @@ from octavo.server.http.keys import ApiKeys
 MIB = 1 << 20
 DAY = 86_400.0  # seconds
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]*")  # as browsers write it
+HOST = re.compile(r"[^:/\s\[\]]+|\[[0-9a-f:.]+\]")  # as a Host header has it, without the port
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,18 @@ class ServerSettings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name, form, values, expected in (
+            ("cors_origin", ORIGIN, self.cors_origins, "an origin such as https://pages.example"),
+            (
+                "allowed_host",
+                HOST,
+                self.allowed_hosts,
+                "a name without a port, such as pages.example or [::1]",
+            ),
+        ):
+            for value in values:
+                if form.fullmatch(value) is None:
+                    raise ConfigError(name, f"{value!r} is not {expected}")
         for name in ("max_body_bytes", "max_prompts", "max_file_bytes", "max_files"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
