@@ -219,7 +219,9 @@ def test_there_are_only_so_many_files(storing: LiveServer) -> None:
     assert reply.json()["error"]["code"] == "too_many_files"
     listed = storing.get("/v1/files?limit=5").json()
     assert ([each["id"] for each in listed["data"]], listed["has_more"]) == (made[:-6:-1], True)
-    assert storing.get("/v1/files?limit=0").json()["error"]["param"] == "limit"
+    error = storing.get("/v1/files?limit=0").json()["error"]
+    assert error["message"] == "limit: input should be greater than or equal to 1, not '0'"
+    assert error["param"] == "limit"
     assert storing.get("/v1/files?after=x").status_code == 404
     for file_id in made:
         httpx.delete(f"{storing.url}/v1/files/{file_id}").raise_for_status()

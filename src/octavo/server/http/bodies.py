@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, Pydanti
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.errors import shown
-from octavo.server.http.errors import ApiError, ClientGone, refused
+from octavo.server.http.errors import ApiError, ClientGone, lowered, refused
 from octavo.server.offload import Offload
 
 MAX_SHOWN = 64  # characters of a client's own words in an error message
@@ -226,7 +226,7 @@ def _api_error(kind: type[Body], errors: Sequence[ErrorDetails]) -> ApiError:
     if kind_of_error == "missing" or (value is None and is_field):
         return ApiError(400, f"{where}: it is missing", param, "missing_field")
     # A message may quote what the client sent.
-    messages = dict.fromkeys(_clipped(_lowered(error["msg"]), MAX_MESSAGE) for error in chosen)
+    messages = dict.fromkeys(_clipped(lowered(error["msg"]), MAX_MESSAGE) for error in chosen)
     message = ", or ".join(messages)
     if kind_of_error not in CODES and isinstance(value, str | int | float):
         message += f", not {shown(value)}"
@@ -262,10 +262,6 @@ def _written(path: Sequence[str | int]) -> str:
     """messages[0].content"""
     parts = (f"[{item}]" if isinstance(item, int) else f".{item}" for item in path)
     return "".join(parts).removeprefix(".")
-
-
-def _lowered(message: str) -> str:
-    return message[:1].lower() + message[1:]
 
 
 def check_num_nodes(data: bytes, param: str | None = None) -> None:

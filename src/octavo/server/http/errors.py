@@ -30,6 +30,7 @@ from octavo.errors import (
     RequestFailed,
     RequestTooLong,
     Unavailable,
+    shown,
 )
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,12 @@ def _allowed_methods(request: Request, routes: Sequence[APIRoute]) -> list[str]:
 def _of_parameter(error: RequestValidationError) -> ApiError:
     """What FastAPI finds wrong in a path or a query; by itself it would answer 422."""
     first = error.errors()[0]
-    name = str(first["loc"][-1])
-    return refused(name, str(first["msg"]))
+    return refused(str(first["loc"][-1]), f"{lowered(first['msg'])}, not {shown(first['input'])}")
+
+
+def lowered(message: str) -> str:
+    """A message of pydantic's, to stand behind a field's name."""
+    return message[:1].lower() + message[1:]
 
 
 def _of_http_exception(error: HTTPException) -> ApiError:
