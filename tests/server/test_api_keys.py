@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.run import bind, listen
 from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
@@ -79,6 +80,14 @@ def test_tenants_share_no_cached_prefix(guarded: LiveServer) -> None:
     assert num_cached(OTHER) == 0
     assert num_cached(OTHER) > 0
     assert num_cached(OTHER, cache_salt="x") == 0
+
+
+def test_a_key_has_one_salt() -> None:
+    keys = ApiKeys([f"{KEY}:acme", KEY.upper(), f"{KEY}:acme"])
+    assert keys.tenant(f"Bearer {KEY}") != keys.tenant(f"Bearer {KEY.upper()}")
+    for other in (KEY, f"{KEY}:other"):
+        with pytest.raises(ConfigError, match=r"^api_key: key 3 is an earlier one with"):
+            ApiKeys([f"{KEY}:acme", KEY.upper(), other])
 
 
 def test_tenants_see_their_own_prefixes_alone(guarded: LiveServer) -> None:

@@ -55,12 +55,15 @@ class ApiKeys:
         salt is a tenant of its own. Raises ConfigError about `option`, which does not show the
         key."""
         self._tenants: list[tuple[bytes, Tenant]] = []
+        salts: dict[str, str] = {}
         for number, entry in enumerate(entries, start=1):
             key, _, salt = entry.partition(":")
             if KEY.fullmatch(key) is None:
                 raise ConfigError(option, f"key {number} is not 8 to 512 visible ASCII characters")
             if len(salt) > MAX_SALT:
                 raise ConfigError(option, f"the salt of key {number} exceeds {MAX_SALT}")
+            if salts.setdefault(key, salt) != salt:
+                raise ConfigError(option, f"key {number} is an earlier one with another salt")
             name = f"salt {salt}" if salt else f"key {number}"
             self._tenants.append((_digest(key), Tenant(salt, name)))
 
