@@ -60,6 +60,7 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
         ("t.csv", "", ":1: the header has no column"),
         ("t.csv", "prompt_tokens,output_tokens\n", ": it has no requests"),
         ("t.jsonl", '{"prompt_tokens": 1, "output_tokens": 2}\n{"prompt', ":2: it is not JSON"),
+        ("t.jsonl", "[" * 100_000, ":1: it is not JSON (maximum recursion depth exceeded"),
         ("t.jsonl", "[1, 2]\n", ":1: it is not a JSON object"),
         ("t.jsonl", '{"prompt_tokens": 1}\n', ":1: output_tokens is None"),
         ("t.jsonl", '{"prompt_tokens": true, "output_tokens": 1}', ":1: prompt_tokens is True"),

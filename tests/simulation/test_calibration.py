@@ -158,6 +158,9 @@ def test_a_calibration_of_another_version_is_not_misread(tmp_path: Path) -> None
         file.write_text(text.replace(old, new, 1))
         with pytest.raises(ConfigError, match=message):
             read_calibration(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"cal.json is not a calibration: maximum recursion"):
+        read_calibration(file)
 
 
 OTHER_VERSION = r"steps.jsonl:1: model: copies_save is missing, saves is not known$"
@@ -174,6 +177,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
         ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
+        ([head, "[" * 100_000], r"steps.jsonl:2: it is not JSON"),
         ([head, good.replace("num_seqs", "num_rows")], r"steps.jsonl:2: it must be an object with"),
         ([head, good.replace('"num_seqs": ', '"num_seqs": -')], r"jsonl:2: num_seqs is -\d+, not"),
     ]:

@@ -256,12 +256,19 @@ def test_a_device_of_one_s_own(tmp_path: Path) -> None:
     assert find_gpu(str(file)).memory_bandwidth == 1e12
     for broken, message in [
         (values | {"flops": "many"}, "flops is 'many', not a float"),
-        (values | {"flops": 0}, "gpu.flops: 0 is not a positive number"),
+        (values | {"flops": 0}, r"gpu.flops: 0 is not between 1 and 1,000,000,000,000(,000){3}$"),
+        (values | {"flops": 5e-324}, "gpu.flops: 5e-324 is not between 1 and"),
+        (values | {"memory": 1 << 60}, "gpu.memory: 1152921504606846976 is not between 1 and 17,"),
+        (values | {"memory": 10**400}, r"gpu.memory: about 2\*\*1328 is not between 1 and 17,"),
+        (values | {"memory": float("nan")}, "gpu.memory: nan is not between 1 and 17,"),
         ({"name": "mine"}, "must be a JSON object with name, memory, memory_bandwidth"),
     ]:
         file.write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match=message):
             find_gpu(str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"gpu: .*mine\.json cannot be read: maximum recursion"):
+        find_gpu(str(file))
 
 
 def test_coefficients_are_checked() -> None:

@@ -140,7 +140,7 @@ def _json_records(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mappi
             continue
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}:{number}: it is not JSON ({error})") from error
         if not isinstance(values, dict):
             raise TraceError(f"{path}:{number}: it is not a JSON object")

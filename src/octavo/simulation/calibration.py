@@ -126,7 +126,7 @@ def read_calibration(path: str | Path) -> Calibration:
         given = json.loads(Path(path).read_bytes())
         calibration = msgspec.convert(given, Calibration)
         check_names(asdict(calibration), given)
-    except (OSError, ValueError) as error:  # msgspec's errors among them
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors among them
         raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
     return calibration
 

@@ -8,13 +8,15 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.models.quantization import WeightKernels
 
 GIB = 1 << 30
 GB = 10**9
 TERA = 10**12
 TEXTS = ("name", "kernels")  # fields that are no amounts
+MAX_RATE = 10**21  # of bandwidths and FLOPs
+MAX_MEMORY = 1 << 44  # bytes; the pool of a simulation lists the blocks of all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,11 @@ class GPU:
             raise ConfigError("gpu.kernels", f"{self.kernels!r} is not one of {', '.join(choices)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in TEXTS and not 0 < value < float("inf"):
-                raise ConfigError(f"gpu.{field.name}", f"{value} is not a positive number")
+            limit = MAX_MEMORY if field.name == "memory" else MAX_RATE
+            if field.name not in TEXTS and not 1 <= value <= limit:
+                raise ConfigError(
+                    f"gpu.{field.name}", f"{shown(value)} is not between 1 and {limit:,}"
+                )
 
 
 GPUS = {
@@ -86,7 +91,7 @@ def find_gpu(name: str) -> GPU:
 def _read_gpu(path: Path) -> GPU:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("gpu", f"{path} cannot be read: {error}") from error
     names = [field.name for field in fields(GPU)]
     needed = {field.name for field in fields(GPU) if field.default is MISSING}

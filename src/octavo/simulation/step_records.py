@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             yield number, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}:{number}: it is not JSON ({error})") from error
 
 
