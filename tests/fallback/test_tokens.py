@@ -63,6 +63,13 @@ def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:
     assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
 
 
+@pytest.mark.parametrize("max_model_len", [80, 100, 101])
+def test_a_window_that_is_longer_than_what_is_served(tmp_path: Path, max_model_len: int) -> None:
+    model = write_reference("mixtral", tmp_path, sliding_window=100).model
+    expected = [reference_tokens(model, each) for each in prompts()]
+    assert served_tokens(tmp_path, max_model_len=max_model_len) == expected
+
+
 def test_no_experts_for_a_token(tmp_path: Path) -> None:
     model = write_reference("mellum", tmp_path, num_experts_per_tok=0).model
     assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]

@@ -144,11 +144,12 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     if own_limit < 1:
         raise Unserved(f"it has no positions from {first_position} (pad_token_id + 1) on")
     paths = {module: path for path, module in model.named_modules()}
+    served = max_model_len or own_limit
     try:
-        recording = record(model, base, paths, max_model_len or own_limit)
+        recording = record(model, base, paths, served)
     except ForwardFailed as error:
         raise Unserved(f"{error}{_wrong_numbers(config)}") from error
-    _check_window(model.config, own_limit, recording)
+    _check_window(model.config, served, recording)
     return Built(model, base, paths, own_limit, first_position, recording)
 
 
@@ -254,7 +255,8 @@ def _wrong_experts(experts: str, fields: dict[str, int]) -> list[str]:
 
 
 def _check_window(config: Any, limit: int, recording: Recording) -> None:
-    """Refuse a window that transformers knows by its cache alone, and not by its masks."""
+    """Refuse a window, shorter than sequences of up to `limit` tokens, that transformers knows by
+    its cache alone, and not by its masks."""
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     is_windowed = isinstance(window, int) and window < limit and types is None
     if is_windowed and all(call.window is None for call in recording.calls):
