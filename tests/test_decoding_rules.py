@@ -107,6 +107,8 @@ def test_greedy_tokens_equal_those_of_generate(
         {"token_healing": True},
         {"do_sample": True, "typical_p": 0.9},
         {"do_sample": True, "eta_cutoff": 0.1},
+        {"top_k": 4, "penalty_alpha": 0.6},
+        {"dola_layers": "high"},
         {"suppress_tokens": [320]},
         {"suppress_tokens": 5},
         {"bad_words_ids": []},

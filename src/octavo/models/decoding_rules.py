@@ -30,6 +30,7 @@ UNSERVED = {
     "num_beam_groups": 1,
     "remove_invalid_values": False,
     "guidance_scale": 1.0,
+    "dola_layers": None,
 }
 # The same of models that ask for sampling.
 UNSERVED_OF_SAMPLING = {
@@ -38,6 +39,8 @@ UNSERVED_OF_SAMPLING = {
     "eta_cutoff": 0.0,
     "top_h": None,
 }
+# The same of models that do not: contrastive search.
+UNSERVED_OF_GREEDY = {"penalty_alpha": 0.0}
 MAX_BAD_WORDS = 10_000
 
 
@@ -48,7 +51,8 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
         ModelError: a rule that octavo does not have, or one that makes no sense; names it.
     """
     samples = config.flag("do_sample", False)
-    for name, harmless in (UNSERVED | (UNSERVED_OF_SAMPLING if samples else {})).items():
+    of_search = UNSERVED_OF_SAMPLING if samples else UNSERVED_OF_GREEDY
+    for name, harmless in (UNSERVED | of_search).items():
         config.refuse(name, harmless, ModelError)  # of models through transformers, too
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
