@@ -166,16 +166,6 @@ class MemoryBudget:
         )
 
 
-def default_cpu_cache(room: int, num_ranks: int) -> int:
-    """Bytes for the KV cache of each rank on a CPU, if the settings give no size.
-
-    Args:
-        room: what weights and activations leave of the memory.
-        num_ranks: processes that divide the host's memory among them.
-    """
-    return min(CPU_CACHE_LIMIT // num_ranks, int(CPU_CACHE_SHARE * room))
-
-
 def plan_memory(
     cache: CacheConfig,
     shape: KVShape,
@@ -224,6 +214,12 @@ def plan_memory(
         swap=num_swap_blocks * block_bytes,
         num_swap_blocks=num_swap_blocks,
     )
+
+
+def cpu_cache(total: int, fixed: FixedMemory, num_ranks: int) -> int:
+    """Bytes for the KV cache of each of `num_ranks` ranks of a CPU, if the settings give no size;
+    `total` is what each rank may take."""
+    return min(CPU_CACHE_LIMIT // num_ranks, int(CPU_CACHE_SHARE * (total - fixed.total)))
 
 
 def _no_room(cache: CacheConfig, shape: KVShape, fixed: FixedMemory, total: int) -> str:

@@ -14,10 +14,10 @@ loader cannot quantize.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, SchedulerConfig
+from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig
@@ -26,7 +26,7 @@ from octavo.memory_budget import (
     KVShape,
     MemoryBudget,
     check_asked_length,
-    default_cpu_cache,
+    cpu_cache,
     estimate_activations,
     format_bytes,
     plan_memory,
@@ -71,46 +71,31 @@ class Estimate:
         dtype: str,
         total: int,
         kernels: WeightKernels,
-        is_cpu: bool = False,
     ) -> Estimate:
         """How `total` bytes of a device with such kernels are used by one of
         `config.tensor_parallel_size` shards of a model that is computed in `dtype`.
 
-        A CPU's memory is that of other programs and of the swap tier, too. KV is counted without an
-        attention backend's padding of heads.
+        KV is counted without an attention backend's padding of heads. Where the settings give it
+        no size, it takes the rest of a GPU, and what it takes by default of a CPU.
         Raises OutOfMemory if not even one block, or no sequence of the asked length, fits.
         """
         size = config.tensor_parallel_size
         shard = model_config.sharded(Shard(0, size)).kept_by(kernels)
         scheduler = config.scheduler
         shape = _kv_shape(config, shard, dtype)
-        cache = replace(config.cache, swap_space=config.cache.swap_space // size)
-        if is_cpu:
-            fixed = cpu_memory(shard, scheduler, DTYPE_BYTES[dtype])
-            default = default_cpu_cache(total - fixed.total, size)
-            budget = plan_memory(cache, shape, fixed, total, default)
-        else:
-            fixed = FixedMemory(
-                shard.least_weight_bytes(DTYPE_BYTES[dtype]),
-                estimate_activations(shard, scheduler, DTYPE_BYTES[dtype]),
-            )
-            room = total - fixed.total
-            budget = plan_memory(cache, shape, fixed, total, room, cache.swap_space)
+        dtype_bytes, is_cpu = DTYPE_BYTES[dtype], kernels == "cpu"
+        count = shard.cpu_weight_bytes if is_cpu else shard.least_weight_bytes
+        activations = estimate_activations(shard, scheduler, dtype_bytes)
+        fixed = FixedMemory(count(dtype_bytes), activations)
+        default = cpu_cache(total, fixed, size) if is_cpu else total - fixed.total
+        swap_limit = config.cache.swap_space // size
+        budget = plan_memory(config.cache, shape, fixed, total, default, swap_limit)
         check_asked_length(budget, shape, config)
         return cls(shard, shape, fixed, budget)
 
     def fits(self, num_tokens: int, chunk: int) -> int:
         """How many sequences of that length, computed by chunks, fit at once."""
         return self.budget.num_blocks // self.shape.blocks_for(num_tokens, chunk)
-
-
-def cpu_memory(shard: ModelConfig, scheduler: SchedulerConfig, dtype_bytes: int) -> FixedMemory:
-    """What a CPU keeps of a model's shard, and what the largest step takes."""
-    weights = shard.least_weight_bytes(dtype_bytes)
-    if shard.tied_embeddings:
-        # A table to look up, and the same once more packed for the projection to logits.
-        weights += shard.head.num_parameters * dtype_bytes
-    return FixedMemory(weights, estimate_activations(shard, scheduler, dtype_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,16 @@ def test_it_is_the_budget_of_this_host(
         assert values["budget"][name] == getattr(budget, name), name
 
 
+def test_a_model_that_only_transformers_computes(octavo: Octavo, tmp_path: Path) -> None:
+    directory = write_model("cohere", tmp_path, use_qk_norm=True)
+    refused = octavo("memory", directory)
+    assert "(model_impl='transformers')" in refused.stderr
+    values = json.loads(octavo("memory", directory, "--model-impl=transformers", "--json").stdout)
+    with LLM(directory, model_impl="transformers") as llm:
+        budget = llm.engine.executor.capacity.budget
+    assert values["budget"]["activations"] == budget.activations
+
+
 def test_no_weights_are_fetched_for_a_hub_id(
     octavo: Octavo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ BATCHES = (1, 64, 256)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @engine_options(
     "dtype",
+    "model_impl",
     "quantization",
     "weight_copies",
     "max_model_len",
@@ -132,7 +133,6 @@ class Machine:
     dtype: str
     total: int  # bytes
     kernels: WeightKernels
-    is_cpu: bool  # this host
 
     @classmethod
     def of(
@@ -160,7 +160,7 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
-        return cls(config, model_config, dtype, total, kernels, device_memory is None)
+        return cls(config, model_config, dtype, total, kernels)
 
     def choose(self) -> Choice | None:
         """What "auto" stands for. Raises OutOfMemory if that was asked for and nothing fits."""
@@ -189,9 +189,7 @@ class Machine:
     def budget(self, name: QuantizationName | None) -> Budget:
         """Raises OutOfMemory if there is no room for a KV cache."""
         model = self.quantized(name)
-        estimate = Estimate.of(
-            self.config, model, self.dtype, self.total, self.kernels, self.is_cpu
-        )
+        estimate = Estimate.of(self.config, model, self.dtype, self.total, self.kernels)
         note = describe_dequantized(model, self.dtype, self.kernels, name)
         return Budget(self.config, model, self.dtype, estimate, note)
 

@@ -526,6 +526,12 @@ class ModelConfig(ModelDescription):
         saved = sum(self._saved_bytes(dtype_bytes))
         return self.weight_bytes(dtype_bytes) - saved + self.copy_bytes
 
+    def cpu_weight_bytes(self, dtype_bytes: int) -> int:
+        """`least_weight_bytes` on a CPU, where tied embeddings are there twice: as a table to look
+        up, and the same packed for the projection to logits."""
+        packed = self.head.num_parameters * dtype_bytes if self.tied_embeddings else 0
+        return self.least_weight_bytes(dtype_bytes) + packed
+
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose
         from, where quantized weights stay quantized as in `least_weight_bytes`. Of

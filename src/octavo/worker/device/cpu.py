@@ -13,11 +13,16 @@ from torch import Tensor
 from octavo.config import EngineConfig, cpu_dtype
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
-from octavo.memory_budget import MemoryBudget, default_cpu_cache, format_bytes
+from octavo.memory_budget import (
+    FixedMemory,
+    MemoryBudget,
+    cpu_cache,
+    estimate_activations,
+    format_bytes,
+)
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cpu.int8 import has_int8_product
-from octavo.weight_forms import cpu_memory
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.device.cpu_sampling import CpuDrawer
 
@@ -70,11 +75,12 @@ class CpuDevice(Device):
 
     def plan_memory(self, demand: Demand) -> MemoryBudget:
         """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""
-        model = demand.model_config.kept_by(self.weight_kernels(demand.dtype))
-        fixed = cpu_memory(model, demand.config.scheduler, demand.dtype.itemsize)
+        model, dtype_bytes = demand.model_config, demand.dtype.itemsize
+        kept = model.kept_by(self.weight_kernels(demand.dtype))
+        activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
+        fixed = FixedMemory(kept.cpu_weight_bytes(dtype_bytes), activations)
         total = self.total_memory(demand.config)
-        default = default_cpu_cache(total - fixed.total, self.num_ranks)
-        return demand.plan(fixed, total, default)
+        return demand.plan(fixed, total, cpu_cache(total, fixed, self.num_ranks))
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See Device.allocate_blocks. Memory is taken when a block is first written."""
