@@ -83,10 +83,11 @@ class Estimate:
         shard = model_config.sharded(Shard(0, size)).kept_by(kernels)
         scheduler = config.scheduler
         shape = _kv_shape(config, shard, dtype)
-        dtype_bytes, is_cpu = DTYPE_BYTES[dtype], kernels == "cpu"
-        count = shard.cpu_weight_bytes if is_cpu else shard.least_weight_bytes
-        activations = estimate_activations(shard, scheduler, dtype_bytes)
-        fixed = FixedMemory(count(dtype_bytes), activations)
+        fixed = FixedMemory(
+            _weight_bytes(shard, dtype, kernels),
+            estimate_activations(shard, scheduler, DTYPE_BYTES[dtype]),
+        )
+        is_cpu = kernels == "cpu"
         default = cpu_cache(total, fixed, size) if is_cpu else total - fixed.total
         swap_limit = config.cache.swap_space // size
         budget = plan_memory(config.cache, shape, fixed, total, default, swap_limit)
@@ -258,7 +259,13 @@ def _bytes(
 ) -> int:
     """What one device keeps of the weights."""
     shard = model_config.sharded(Shard(0, config.tensor_parallel_size))
-    return shard.kept_by(kernels).least_weight_bytes(DTYPE_BYTES[dtype])
+    return _weight_bytes(shard.kept_by(kernels), dtype, kernels)
+
+
+def _weight_bytes(kept: ModelConfig, dtype: str, kernels: WeightKernels) -> int:
+    """What a device with such kernels, which keep the weights so, holds of its shard."""
+    count = kept.cpu_weight_bytes if kernels == "cpu" else kept.least_weight_bytes
+    return count(DTYPE_BYTES[dtype])
 
 
 def describe_dequantized(

@@ -16,6 +16,7 @@ from gguf_files import Kind
 from model_zoo import model_directory, write_model
 from octavo import LLM
 from octavo.layers.config import CopyForm, LinearConfig
+from octavo.memory_budget import format_bytes
 
 ROOT = Path(__file__).parents[2]
 OPT_13B = ROOT / "benchmarks/configs/opt-13b"
@@ -140,6 +141,8 @@ def test_it_is_the_budget_of_this_host(
         budget = llm.engine.executor.capacity.budget
     for name in ("total", "weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
         assert values["budget"][name] == getattr(budget, name), name
+    text = octavo("memory", directory, "--gpu=cpu", "--max-model-len=64").stdout
+    assert f"float32 takes {format_bytes(budget.weights)} and leaves" in " ".join(text.split())
 
 
 def test_a_model_that_only_transformers_computes(octavo: Octavo, tmp_path: Path) -> None:
