@@ -141,7 +141,7 @@ def test_it_is_the_budget_of_this_host(
         budget = llm.engine.executor.capacity.budget
     for name in ("total", "weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
         assert values["budget"][name] == getattr(budget, name), name
-    text = octavo("memory", directory, "--gpu=cpu", "--max-model-len=64").stdout
+    text = octavo("memory", directory, *options, "--gpu=cpu").stdout
     assert f"float32 takes {format_bytes(budget.weights)} and leaves" in " ".join(text.split())
 
 

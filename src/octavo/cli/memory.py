@@ -149,10 +149,7 @@ class Machine:
         model_config = read_model_config(resolve_model(model, weights=False), config.model_impl)
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
-        if device_memory is None:
-            dtype = cpu_dtype(config.dtype, model_config.dtype)
-        else:
-            dtype = config.dtype_for(model_config.dtype)
+        if device_memory is not None:
             if device_memory <= 0:
                 raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
             config = config.for_gpu(device_memory)
@@ -160,6 +157,9 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
+        dtype = config.dtype_for(model_config.dtype)
+        if kernels == "cpu":
+            dtype = cpu_dtype(config.dtype, model_config.dtype)
         return cls(config, model_config, dtype, total, kernels)
 
     def choose(self) -> Choice | None:
