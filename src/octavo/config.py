@@ -321,7 +321,12 @@ class EngineConfig:
         return replace(self, scheduler=steps)
 
     def dtype_for(self, stored: str) -> str:
-        """The dtype to compute a model in whose files are in `stored`."""
+        """The dtype to compute a model in whose files are in `stored`.
+
+        Raises ConfigError if it is one that the device does not compute in.
+        """
+        if self.device == "cpu":
+            return cpu_dtype(self.dtype, stored)
         return stored if self.dtype == "auto" else self.dtype
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import click
@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
-from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, cpu_dtype, make_config
+from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, make_config
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory
 from octavo.memory_budget import format_bytes
@@ -157,9 +157,9 @@ class Machine:
         kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
         if gpu is not None:
             kernels = gpu.kernels
-        dtype = config.dtype_for(model_config.dtype)
         if kernels == "cpu":
-            dtype = cpu_dtype(config.dtype, model_config.dtype)
+            config = replace(config, device="cpu")
+        dtype = config.dtype_for(model_config.dtype)
         return cls(config, model_config, dtype, total, kernels)
 
     def choose(self) -> Choice | None:

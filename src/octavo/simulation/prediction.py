@@ -9,7 +9,6 @@ from octavo.core.step import StepPlan
 from octavo.engine.engine import Engine
 from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import find_driver_name
-from octavo.simulation.step_records import computing_dtype
 from octavo.simulation.step_shape import RowLengths
 
 
@@ -39,7 +38,7 @@ def find_predictor(engine: Engine) -> StepPredictor | None:
     gpu = find_driver_name(capacity.device_name)
     if gpu is None or model.encoder is not None:
         return None
-    dtype = computing_dtype(config, model)
+    dtype = config.dtype_for(model.dtype)
     if dtype == "float32":
         return None
     kept, element_bytes = model.kept_by(gpu.kernels), config.cache.element_bytes(dtype)

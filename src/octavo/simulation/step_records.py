@@ -19,12 +19,10 @@ from typing import Any, Self
 
 import msgspec
 
-from octavo.config import EngineConfig
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError, TraceError
-from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import ModelSize
 from octavo.simulation.step_shape import RowLengths, StepShape
 
@@ -83,7 +81,7 @@ class StepRecorder:
         if engine.has_unfinished:
             raise ConfigError("engine", "steps can be recorded only from an idle engine on")
         model = engine.model_config
-        dtype = computing_dtype(engine.config, model)
+        dtype = engine.config.dtype_for(model.dtype)
         kv_bytes = engine.config.cache.element_bytes(dtype)
         num_gpus = engine.executor.capacity.num_ranks
         size = ModelSize.of(model, dtype, kv_bytes, num_gpus)
@@ -124,12 +122,6 @@ class StepRecorder:
                 times = (seconds, compute_seconds, swap_seconds)
                 lines.append(json.dumps(asdict(StepRecord.of(shape, *times))))
         self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def computing_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    """What a worker computes in; CPUs do not compute in float16."""
-    dtype = config.dtype_for(model.dtype)
-    return "float32" if config.device == "cpu" and dtype == "float16" else dtype
 
 
 def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:

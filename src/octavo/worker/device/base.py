@@ -165,9 +165,9 @@ class Device(ABC):
     computing: AbstractContextManager[object] = nullcontext()
     """A context in which all computation takes place."""
 
+    @abstractmethod
     def adapt(self, config: EngineConfig) -> EngineConfig:
-        """The settings, with those that follow from the device."""
-        return config
+        """The settings, with the device's name and those that follow from it."""
 
     @abstractmethod
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -53,6 +54,10 @@ class CpuDevice(Device):
             num_threads = max(1, (num_threads or torch.get_num_threads()) // num_ranks)
         if num_threads is not None:
             self.computing = _TorchThreads(num_threads)
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """See Device.adapt."""
+        return replace(config, device="cpu")
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
         """See Device.resolve_dtype. Where the files are in float16, "auto" is float32."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,8 @@ class CudaDevice(Device):
             asked = getattr(config.scheduler, name)
             if asked > most:
                 raise ConfigError(name, f"{asked:,} is more than the {most:,} that a GPU takes")
-        return config.for_gpu(torch.cuda.get_device_properties(self.torch_device).total_memory)
+        memory = torch.cuda.get_device_properties(self.torch_device).total_memory
+        return replace(config, device="cuda").for_gpu(memory)
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
         return DTYPES[stored if asked == "auto" else asked]
