@@ -73,6 +73,14 @@ def test_one_token(
         assert torch.equal(linear_partial(x, weight, given), actual)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_activations_keep_nan(device: torch.device, epilogue: Epilogue) -> None:
+    x, weight, bias = operands(1, 6, 48, torch.float32, device)
+    x[0, 5] = torch.nan
+    assert linear(x, weight, bias, epilogue).isnan().all()
+
+
 @pytest.fixture
 def ring_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":

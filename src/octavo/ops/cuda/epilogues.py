@@ -23,7 +23,7 @@ SWIGLU_LIMIT = tl.constexpr(epilogue.SWIGLU_LIMIT)
 def activate(y, EPILOGUE: tl.constexpr):
     """The epilogue's activation of float32 y, if it is not gated."""
     if EPILOGUE == RELU:
-        y = tl.maximum(y, 0.0)
+        y = tl.where(y < 0.0, 0.0, y)  # comparisons, unlike the maximum, keep NaN
     if EPILOGUE == SILU:
         y = y / (1 + tl.exp(-y))
     if EPILOGUE == GELU:
@@ -41,7 +41,7 @@ def activate_gated(gate, up, EPILOGUE: tl.constexpr):
     if EPILOGUE == GELU_TANH_MUL:
         gate = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     if EPILOGUE == CLAMPED_SWIGLU:
-        # Comparisons, unlike the minimum, keep NaN.
+        # Comparisons, as above, keep NaN.
         gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
         up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
         up = tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
