@@ -82,7 +82,11 @@ class Block(Tensor):
         return result
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:  # type: ignore[override]
-        return self.view(dtype) if bitcast else super().to(dtype)
+        if bitcast:
+            return self.view(dtype)  # type: ignore[return-value]
+        if dtype == torch.float8_e4m3fn:  # as a GPU converts: infinity becomes a number, too
+            return self.clamp(-448, 448).as_subclass(Tensor).to(dtype).as_subclass(Block)
+        return super().to(dtype)  # type: ignore[return-value]
 
 
 def block(values: Tensor) -> Block:
@@ -379,15 +383,15 @@ class _Namespaces:
             to_tensor=torch.as_tensor,
             full=lambda shape, value, dtype, layout: block(torch.full(shape, value, dtype=dtype)),
             cdiv=lambda a, b: -(-a // b),
-            minimum=_extreme(min, torch.minimum),
-            maximum=_extreme(max, torch.maximum),
+            minimum=_extreme(min, torch.fmin),
+            maximum=_extreme(max, torch.fmax),
             abs=torch.abs,
             exp=torch.exp,
             exp2=torch.exp2,
             rsqrt=torch.rsqrt,
             log2=torch.log2,
             floor=torch.floor,
-            max=lambda values, axis: values.amax(axis),
+            max=_largest,
             min=lambda values, axis: values.amin(axis),
             sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
@@ -499,12 +503,23 @@ def _multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool 
 
 
 def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """As on a GPU, NaN is dropped where the other one is a number."""
+
     def extreme(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor):
             return of_tensors(a, torch.as_tensor(b, dtype=a.dtype))
         return of_numbers(a, b)
 
     return extreme
+
+
+def _largest(values: Tensor, axis: int) -> Tensor:
+    """NaN only of nothing but NaN, as `fmax`."""
+    if not values.is_floating_point():
+        return values.amax(axis)
+    is_nan = values.isnan()
+    largest = values.masked_fill(is_nan, -torch.inf).amax(axis)
+    return largest.masked_fill(is_nan.all(axis), torch.nan)
 
 
 def _load_of(

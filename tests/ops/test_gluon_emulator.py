@@ -33,6 +33,15 @@ def _load_and_store_kernel(place, out):
     gl.store(out, before)
 
 
+@gluon.jit
+def _not_finite_kernel(values, largest, rounded):
+    places = gl.arange(0, 4, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    found = gl.load(values + places)
+    gl.store(largest, gl.max(found, 0))
+    gl.store(largest + 1 + places, gl.maximum(found, 0.0))
+    gl.store(rounded + places, found.to(gl.float8e4nv).to(gl.float32))
+
+
 @pytest.fixture
 def places() -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32)
@@ -74,3 +83,13 @@ def test_a_number_that_was_loaded_stays_when_the_memory_changes() -> None:
     place, out = torch.zeros(1), torch.ones(1)
     gluon_emulator.run(_load_and_store_kernel, (1,), place, out, num_warps=1)
     assert (place.item(), out.item()) == (1.0, 0.0)
+
+
+def test_what_is_not_finite_becomes_what_a_gpu_makes_of_it() -> None:
+    """The largest of two, or of many, drops NaN, and e4m3 has no infinity."""
+    values = torch.tensor([torch.nan, -torch.inf, 2.0, torch.inf])
+    largest, rounded = torch.zeros(5), torch.zeros(4)
+    gluon_emulator.run(_not_finite_kernel, (1,), values, largest, rounded, num_warps=1)
+    assert largest.tolist() == [torch.inf, 0.0, 0.0, 2.0, torch.inf]
+    assert rounded[0].isnan()
+    assert rounded[1:].tolist() == [-448.0, 2.0, 448.0]
