@@ -518,6 +518,30 @@ def test_a_bad_row_stays_alone(
     assert not total(after)[1].isfinite().any()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("rule", RULES)
+def test_bad_rows_leave_lists_whole(device: torch.device, rule: str, num_tokens: int) -> None:
+    """The first, the middle and the last token, of one tile or of several: others keep their
+    experts and weights to the bit, and each row of each token is listed once."""
+    config = RULES[rule]
+    weights = router_weights(config, 24, device)
+    x = numbers(num_tokens, 24, device=device)
+    wanted = routed_by(BACKENDS["triton"], weights, config, x)
+    bad = [0, num_tokens // 2, num_tokens - 1]
+    others = [i for i in range(num_tokens) if i not in bad]
+    x[bad[0]], x[bad[1], 7], x[bad[2]] = torch.nan, torch.inf, -torch.inf
+    routed = routed_by(BACKENDS["triton"], weights, config, x)
+    assert torch.equal(routed.ids[others], wanted.ids[others])
+    assert torch.equal(routed.weights[others], wanted.weights[others])
+    assert routed.weights[0].isnan().all()
+    assert all(len(set(row)) == config.top_k for row in routed.ids.tolist())
+    assert_listed(routed, config.num_experts)
+    rows = torch.arange(num_tokens * config.top_k, device=device)
+    assert torch.equal(routed.lists.rows.sort().values, rows)
+
+
 def test_blocks_hold_the_rows_of_their_expert(device: torch.device) -> None:
     ids = torch.tensor([[0, 2]] * 300 + [[2, 5]] * 20 + [[7, 11]], device=device).int()
     for part in (ids, ids[290:]):

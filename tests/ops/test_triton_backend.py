@@ -276,8 +276,20 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
-def test_a_sequence_of_nan_stays_alone_in_the_interpreter() -> None:
-    check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        ((), {}),
+        ((), {"window": 5, "dtype": torch.float16, "rotary_dim": 16, "head_norm": True}),
+        (("sinks",), {"kv_scales": SCALES}),
+        (("softcap", "alibi_slopes", "relative_bias"), {"window": 33}),
+    ],
+)
+def test_a_sequence_of_nan_stays_alone_in_the_interpreter(
+    features: tuple[str, ...], changes: dict[str, Any]
+) -> None:
+    case = replace(Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16), **changes)
+    check_that_nan_stays_alone("triton", replace(case, scores=some_scores(case, *features)))
 
 
 @pytest.mark.gpu
