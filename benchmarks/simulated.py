@@ -32,7 +32,7 @@ from octavo.simulation.config import SimulationConfig
 from octavo.simulation.report import calibration_tables
 from octavo.simulation.result import SimulationResult
 from octavo.simulation.run import simulate
-from octavo.simulation.step_records import StepRecorder, computing_dtype, read_step_records
+from octavo.simulation.step_records import StepRecorder, read_step_records
 from octavo.simulation.workloads import Workload
 
 ROOT = Path(__file__).parent
@@ -120,7 +120,7 @@ def record(engine: Engine, requests: list[TraceRequest], steps: Path, gpu: str) 
 
 def simulation_config(engine: Engine, config: EngineConfig, gpu: str) -> SimulationConfig:
     """The same engine on a virtual clock, with as many blocks as the real one has."""
-    dtype = computing_dtype(config, engine.model_config)
+    dtype = engine.config.dtype_for(engine.model_config.dtype)
     return SimulationConfig(
         config.model,
         gpu,

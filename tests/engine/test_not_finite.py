@@ -107,6 +107,43 @@ def test_rows_without_finite_logits_end_alone(
     assert tokens(run(client, innocent)) == wanted, "what is cached is sound"
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_prompt_spoils_before_it_fails_costs_others_nothing(
+    overlap: bool, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN times a weight of 0 is NaN, so a token spoils those before it, too. They are cached with
+    the first chunk of their prompt, and others begin with them, whose logits say so at last."""
+    client = make_client(monkeypatch, attention_backend="reference", overlap=overlap)
+    others: list[Ask] = [([*SYSTEM, *prompt(2 + i, i)], each) for i, each in enumerate(INNOCENT)]
+    others.append(([*SYSTEM, *prompt(200, 8)], sampling(temperature=0)))
+    wanted = tokens(run(client, others))
+    scores = run(client, others[5:6])[0].prompt_logprobs
+    client.engine.kv.reset_prefix_cache()
+    harmful = client.make_request([*SYSTEM, BAD, *prompt(300, 3)], sampling())
+    client.add_request(harmful)
+    for _ in range(2):
+        client.step()
+    if is_aborted:
+        client.abort_request(harmful)
+    streams = [client.make_request(*each) for each in others]
+    for stream in streams:
+        client.add_request(stream)
+    finished = {}
+    while client.has_unfinished:
+        finished |= {each.request_id: each for each in client.step()}
+        check_scheduler(client.engine.scheduler)
+    outputs = [finished[stream.request_id] for stream in streams]
+    assert [each.error for each in outputs] == [None] * len(outputs)
+    assert tokens(outputs) == wanted
+    assert outputs[5].prompt_logprobs == scores
+    assert any(stream.request.avoids_cache for stream in streams), "some had what is spoilt"
+    assert client.engine.kv.pool.num_held == 0
+    if not is_aborted:
+        assert finished[harmful.request_id].error is not None
+    assert tokens(run(client, others)) == wanted, "what is cached is sound"
+
+
 ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("cpu", {"dtype": "float32"}),
     ("cpu", {"dtype": "bfloat16"}),

@@ -27,6 +27,7 @@ from octavo.core.preemption import (
     rebuild_goal,
     take_ready_forks,
 )
+from octavo.core.prompt_reading import reading_of
 from octavo.core.queues import Queues
 from octavo.core.request_limits import RequestLimits
 from octavo.core.sequence import Request, Sequence, Status
@@ -505,7 +506,7 @@ class Scheduler:
         prepare_rebuild(request)
         goal = rebuild_goal(leader, request.sequences) if others else leader.num_tokens
         num_unread = goal if request.reading is None else request.sampling.first_read
-        if num_unread == 0:
+        if num_unread == 0 or request.avoids_cache:
             hit = kv.no_hit(leader)  # every position of the prompt must be computed
         else:
             # If nothing runs, hashing keeps no request waiting.
@@ -575,14 +576,46 @@ class Scheduler:
 
     def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
         """End the requests of rows that could not be computed, with all their sequences. Their
-        cached blocks may be the cause, so nothing may start from them any more."""
+        cached blocks may be the cause, so nothing may start from them any more.
+
+        What a request has found in the cache may be of another one whose prompt goes wrong further
+        on, and of which not all is computed yet. So if it has no token yet, it is computed once
+        more, with nothing from the cache.
+        """
         owners = step.owners()
         for seq_id, error in errors.items():
-            request = owners.get(seq_id)  # None: a search that was aborted while the step ran
-            for seq in [] if request is None else list(request.sequences):
-                seq.request.error = error
+            request = owners.get(seq_id)
+            sequences = [] if request is None else list(request.sequences)
+            if all(seq.seq_id != seq_id for seq in sequences):
+                continue  # it has ended while the step ran
+            for seq in sequences:
                 self.kv.forget(seq)
+            if self._may_be_spoilt(sequences):
+                self._begin_again(sequences[0])
+                continue
+            for seq in sequences:
+                seq.request.error = error
                 self._lifecycle.finish(seq, "error")
+
+    def _may_be_spoilt(self, sequences: Seq[Sequence]) -> bool:
+        """Whether a request with these sequences has no token yet, and may have failed because of
+        what it found in the cache; what is pinned was verified."""
+        [first, *others] = sequences
+        num_cached = first.request.num_cached_tokens
+        if others or first.num_output_tokens or first.request.avoids_cache or not num_cached:
+            return False
+        return not self.kv.is_pinned(first, num_cached)
+
+    def _begin_again(self, seq: Sequence) -> None:
+        """Let a request that has nothing but its prompt wait to be computed without the cache, by
+        a sequence in place of this one; steps in flight know this one alone."""
+        request = seq.request
+        request.avoids_cache = True
+        request.reading = reading_of(request.sampling)
+        request.sequences.append(self._lifecycle.create(request, list(request.prompt_token_ids)))
+        self._lifecycle.free(seq)
+        seq.finish_reason = "error"
+        self.queues.move(request, Status.WAITING)
 
     def _append_drawn(self, step: StepInFlight, result: StepResult) -> None:
         """Append the sampled tokens."""
@@ -635,6 +668,8 @@ class Scheduler:
         searches = []
         for search in step.searching:
             sequences = search.request.sequences
+            if search.request.status is not Status.RUNNING:
+                continue  # it was aborted, or begins again
             if not result.undrawn.isdisjoint([seq.seq_id for seq in sequences]):
                 for seq in sequences:
                     self._sit_out(seq)
@@ -695,7 +730,8 @@ def _take_readings(step: StepInFlight, result: StepResult) -> None:
     """Give requests what was read of their prompts."""
     for seq_id, (request, start) in step.prompts.items():
         part: Any = result.prompt_logprobs.get(seq_id, result.pooled.get(seq_id))
-        if part is not None and request.reading is not None:
+        is_alive = any(seq.seq_id == seq_id for seq in request.sequences)
+        if part is not None and request.reading is not None and is_alive:
             request.reading.take(start, part)
 
 

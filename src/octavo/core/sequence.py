@@ -108,6 +108,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "avoids_cache",
         "cache_salt",
         "catching_up",
         "encoder_node",
@@ -176,6 +177,9 @@ class Request:
         # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
         # request was first admitted.
         self.num_cached_tokens = 0
+        self.avoids_cache = (
+            False  # since what it found there may have been the cause of its failure
+        )
         # Maintained by the scheduler and its policy.
         self.number = 0  # order of arrival
         self.order: tuple[float, ...] = ()  # fixed place in the queues; lower comes first

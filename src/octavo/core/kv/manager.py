@@ -286,6 +286,15 @@ class KVCacheManager:
             for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
                 self.pool.forget_cached(block_id)
 
+    def is_pinned(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` of a sequence lie in blocks of pinned prefixes."""
+        table = seq.table
+        return table is not None and all(
+            block_id in self.pinned or block_id == NULL_BLOCK
+            for block_ids, size in zip(table.block_ids, self.block_sizes, strict=True)
+            for block_id in block_ids[: -(-num_tokens // size)]
+        )
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes except pinned ones."""
         self.prefix_cache.clear()
