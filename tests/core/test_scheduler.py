@@ -16,7 +16,7 @@ from octavo.core.plan_builder import PlanBuilder
 from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec
-from octavo.errors import LogitsNotFinite, RequestTooLong
+from octavo.errors import LogitsNotFinite, NoTokenLeft, RequestTooLong
 
 
 def test_prompts_are_computed_in_chunks_beside_decodes() -> None:
@@ -734,6 +734,52 @@ def test_a_request_that_cannot_be_computed_leaves_nothing_in_the_cache() -> None
     again = world.add("again", prompt=[1] * 8 + [2] * 9)
     world.run()
     assert (late.num_cached_tokens, again.num_cached_tokens) == (8, 16)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["samples", "beams", "pin", "read"])
+def test_what_a_prompt_has_spoilt_before_it_fails_is_computed_again(kind: str, depth: int) -> None:
+    """The first block of a long prompt is in the cache before its logits are known."""
+    world = World(num_blocks=40, max_num_batched_tokens=8, depth=depth)
+    wrong = world.add("wrong", prompt=[1] * 4 + [HARMFUL] + [2] * 30)
+    for _ in range(2):
+        world.step()
+    method = {
+        "samples": Sampling(3, 12, frozenset(), frozenset()),
+        "beams": BeamSearch(2, 12, frozenset()),
+        "pin": PinPrefix("system", 8),
+        "read": Sampling(1, 12, frozenset(), frozenset()),
+    }[kind]
+    spec = {
+        "beams": SamplingSpec(num_candidates=4),
+        "read": SamplingSpec(num_prompt_logprobs=0, first_read=4),
+    }.get(kind, SamplingSpec())
+    fine = world.add("fine", prompt=[1] * 4 + [3] * 4, method=method, sampling=spec)
+    world.run()
+    assert isinstance(wrong.error, LogitsNotFinite)
+    assert (fine.error, fine.avoids_cache, fine.num_cached_tokens) == (None, True, 0)
+    if kind == "read":
+        assert len(fine.reading.entries) == 3  # type: ignore[union-attr]
+    assert world.kv.pool.num_held == (2 if kind == "pin" else 0)
+    late = world.add("late", prompt=[1] * 4 + [3] * 5)
+    world.run()
+    assert (late.error, late.num_cached_tokens) == (None, 8), "what is cached now is sound"
+
+
+def test_a_request_whose_grammar_fails_leaves_the_cache_as_it_is() -> None:
+    world = World(num_blocks=40)
+    world.add("before", prompt=[1] * 12)
+    world.run()
+    wrong = world.add("wrong", prompt=[1] * 9)
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    result = world.executor.execute(plan)
+    result.errors = {plan.seq_ids[0]: NoTokenLeft("there is none")}
+    world.scheduler.update(plan, result)
+    assert isinstance(wrong.error, NoTokenLeft)
+    after = world.add("after", prompt=[1] * 12)
+    world.run()
+    assert (wrong.num_cached_tokens, after.num_cached_tokens) == (8, 11)
 
 
 def test_a_pin_that_cannot_be_computed_pins_nothing() -> None:

@@ -32,7 +32,7 @@ from octavo.core.queues import Queues
 from octavo.core.request_limits import RequestLimits
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
-from octavo.errors import RequestFailed
+from octavo.errors import LogitsNotFinite, RequestFailed
 from octavo.registry import POLICIES
 
 # How many waiting requests a step may defer because their prefix is still being computed. It then
@@ -575,12 +575,12 @@ class Scheduler:
                 self.kv.settle(seq, num_computed)
 
     def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
-        """End the requests of rows that could not be computed, with all their sequences. Their
-        cached blocks may be the cause, so nothing may start from them any more.
+        """End the requests of rows that could not be computed, with all their sequences.
 
-        What a request has found in the cache may be of another one whose prompt goes wrong further
-        on, and of which not all is computed yet. So if it has no token yet, it is computed once
-        more, with nothing from the cache.
+        Cached blocks may be the cause of logits that are not finite, so nothing may start from them
+        any more. They may be of another request, whose prompt goes wrong further on, and of which
+        not all is computed yet. So a request that has no token yet is computed once more, with
+        nothing from the cache.
         """
         owners = step.owners()
         for seq_id, error in errors.items():
@@ -588,11 +588,12 @@ class Scheduler:
             sequences = [] if request is None else list(request.sequences)
             if all(seq.seq_id != seq_id for seq in sequences):
                 continue  # it has ended while the step ran
-            for seq in sequences:
-                self.kv.forget(seq)
-            if self._may_be_spoilt(sequences):
-                self._begin_again(sequences[0])
-                continue
+            if isinstance(error, LogitsNotFinite):
+                for seq in sequences:
+                    self.kv.forget(seq)
+                if self._may_be_spoilt(sequences):
+                    self._begin_again(sequences[0])
+                    continue
             for seq in sequences:
                 seq.request.error = error
                 self._lifecycle.finish(seq, "error")
