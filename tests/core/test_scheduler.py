@@ -404,6 +404,27 @@ class TestPriority:
         assert low.status is Status.RUNNING
         world.run()
 
+    @pytest.mark.parametrize("mode", ["swap", "recompute"])
+    def test_urgent_requests_do_not_starve_a_displaced_one(self, mode: str) -> None:
+        """There is always one that would fit; the displaced one has waited for several levels."""
+        world = World(
+            num_blocks=8,
+            num_swap_blocks=8,
+            policy="priority",
+            aging_seconds=10.0,
+            preemption_mode=mode,
+            enable_prefix_caching=False,
+        )
+        low = world.add("low", 16, 12, priority=5)
+        world.step()
+        for number in range(60):
+            world.add(f"urgent {number}", 8, 8)
+            for _ in range(3):
+                world.step()
+        assert low.num_preemptions > 0
+        assert low.is_finished
+        world.run()
+
     def test_nobody_is_displaced_for_a_prompt_that_finds_no_room_in_the_step(self) -> None:
         """Without chunks, its 19 tokens would need all but one of the step's 20."""
         world = World(

@@ -94,7 +94,8 @@ class Priority(SchedulingPolicy):
 
     All waiting requests age at the same pace, so their order never changes. A request keeps the
     level with which it was admitted: it is displaced only by a request whose own priority is
-    better than that, never by one that has merely waited long.
+    better than that, never by one that has merely waited long. One that is swapped out ages, too,
+    and comes back before less urgent ones start.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -109,7 +110,7 @@ class Priority(SchedulingPolicy):
         return lower
 
     def may_pass(self, waiting: Request, swapped: Request) -> bool:
-        return waiting.priority < swapped.level
+        return waiting.priority < swapped.level and waiting.order < swapped.order
 
     def started(self, request: Request, now: float) -> None:
         waited = max(0.0, now - request.arrival_time)
