@@ -787,6 +787,85 @@ def test_what_a_prompt_has_spoilt_before_it_fails_is_computed_again(kind: str, d
     assert (late.error, late.num_cached_tokens) == (None, 8), "what is cached now is sound"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["sample", "samples", "beams"])
+def test_what_is_spoilt_while_a_request_is_preempted_costs_it_nothing(
+    kind: str, depth: int
+) -> None:
+    """It has tokens, and is recomputed after another prompt that begins alike and goes wrong."""
+
+    def outputs(harms: bool) -> tuple[Request, list[list[int]]]:
+        world = World(num_blocks=40, max_num_batched_tokens=16, depth=depth, max_num_seqs=4)
+        method, spec = Sampling(1, 20, frozenset(), frozenset()), SamplingSpec()
+        if kind == "samples":
+            method = Sampling(3, 20, frozenset(), frozenset())
+        elif kind == "beams":
+            method, spec = BeamSearch(2, 20, frozenset()), SamplingSpec(num_candidates=4)
+        world.now = 9.0
+        fine = world.add("fine", prompt=[1] * 10, method=method, sampling=spec)
+        for _ in range(4):
+            world.step()
+        while world.under_way:
+            world.scheduler.update(*world.under_way.popleft())
+        preempt(world, fine, "recompute")
+        world.kv.reset_prefix_cache()
+        if harms:
+            world.now = 1.0
+            world.add("wrong", prompt=[1] * 8 + [HARMFUL] + [2] * 35)
+        world.run()
+        assert world.kv.pool.num_held == 0
+        return fine, [seq.token_ids for seq in fine.finished]
+
+    fine, tokens = outputs(harms=True)
+    assert (fine.error, fine.avoids_cache) == (None, True)
+    assert tokens == outputs(harms=False)[1]
+
+
+def test_a_resumed_request_does_not_fail_because_of_what_it_finds() -> None:
+    world = World(num_blocks=40, max_num_batched_tokens=8)
+    world.add("wrong", prompt=[1] * 4 + [HARMFUL] + [2] * 30)
+    for _ in range(2):
+        world.step()
+    world.scheduler.abort("wrong")
+    fine = Request("fine", [1] * 6, Sampling(1, 12, frozenset(), frozenset()), SamplingSpec())
+    world.scheduler.resume(fine, {0: [2, 4]})
+    world.run()
+    assert (fine.error, fine.avoids_cache) == (None, True)
+
+
+def test_what_was_found_is_sound_once_a_token_is_drawn() -> None:
+    """What fails then is not computed again."""
+    world = World(num_blocks=40)
+    world.add("before", prompt=[1] * 12)
+    world.run()
+    wrong = world.add("wrong", prompt=[1] * 12)
+    world.step()
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    result = world.executor.execute(plan)
+    result.errors = {plan.seq_ids[0]: LogitsNotFinite("they are not")}
+    world.scheduler.update(plan, result)
+    assert wrong.is_finished
+    assert wrong.num_found_tokens == 11
+
+
+def test_a_pin_holds_what_it_has_computed_itself() -> None:
+    """The last token of another prompt's block was computed with what went wrong; the pin finds the
+    tokens before it."""
+    world = World(num_blocks=40, max_num_batched_tokens=7, max_num_seqs=4)
+    world.add("wrong", prompt=[1] * 8 + [HARMFUL] + [2] * 30)
+    for _ in range(2):
+        world.step()
+    world.scheduler.abort("wrong")
+    pin = world.add("pin", prompt=[1] * 8, method=PinPrefix("system", 8))
+    world.run()
+    assert (pin.error, pin.num_cached_tokens) == (None, 7)
+    after = world.add("after", prompt=[1] * 11)
+    world.run()
+    assert (after.error, after.num_cached_tokens) == (None, 8)
+    assert world.kv.num_pinned_blocks == world.kv.pool.num_held == 2
+
+
 def test_a_request_whose_grammar_fails_leaves_the_cache_as_it_is() -> None:
     world = World(num_blocks=40)
     world.add("before", prompt=[1] * 12)

@@ -529,6 +529,9 @@ class Scheduler:
             return Admission.NO_ROOM
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_cached_tokens
+        request.num_found_tokens = hit.num_found_tokens
+        for seq in request.sequences:
+            seq.num_at_start = seq.num_tokens
         request.refused_with_free = None
         self._start(request, builder)
         builder.open(leader)
@@ -579,8 +582,8 @@ class Scheduler:
 
         Cached blocks may be the cause of logits that are not finite, so nothing may start from them
         any more. They may be of another request, whose prompt goes wrong further on, and of which
-        not all is computed yet. So a request that has no token yet is computed once more, with
-        nothing from the cache.
+        not all is computed yet. So a request that got no token since it was admitted is computed
+        once more, with nothing from the cache.
         """
         owners = step.owners()
         for seq_id, error in errors.items():
@@ -588,34 +591,36 @@ class Scheduler:
             sequences = [] if request is None else list(request.sequences)
             if all(seq.seq_id != seq_id for seq in sequences):
                 continue  # it has ended while the step ran
-            if isinstance(error, LogitsNotFinite):
+            if request is not None and isinstance(error, LogitsNotFinite):
                 for seq in sequences:
                     self.kv.forget(seq)
-                if self._may_be_spoilt(sequences):
-                    self._begin_again(sequences[0])
+                if self._may_be_spoilt(request, sequences):
+                    self._begin_again(request, sequences)
                     continue
             for seq in sequences:
                 seq.request.error = error
                 self._lifecycle.finish(seq, "error")
 
-    def _may_be_spoilt(self, sequences: Seq[Sequence]) -> bool:
-        """Whether a request with these sequences has no token yet, and may have failed because of
-        what it found in the cache; what is pinned was verified."""
-        [first, *others] = sequences
-        num_cached = first.request.num_cached_tokens
-        if others or first.num_output_tokens or first.request.avoids_cache or not num_cached:
+    def _may_be_spoilt(self, request: Request, sequences: Seq[Sequence]) -> bool:
+        """Whether a request with these sequences may have failed because of what it found in the
+        cache. A token drawn since then says that it is sound, and what is pinned was verified."""
+        if request.avoids_cache or not request.num_found_tokens:
             return False
-        return not self.kv.is_pinned(first, num_cached)
+        if any(seq.num_tokens != seq.num_at_start for seq in sequences):
+            return False
+        return not self.kv.is_pinned(sequences[0], request.num_found_tokens)
 
-    def _begin_again(self, seq: Sequence) -> None:
-        """Let a request that has nothing but its prompt wait to be computed without the cache, by
-        a sequence in place of this one; steps in flight know this one alone."""
-        request = seq.request
+    def _begin_again(self, request: Request, sequences: Seq[Sequence]) -> None:
+        """Let a request wait to be computed without the cache, by new sequences in place of these;
+        steps in flight know these alone."""
         request.avoids_cache = True
         request.reading = reading_of(request.sampling)
-        request.sequences.append(self._lifecycle.create(request, list(request.prompt_token_ids)))
-        self._lifecycle.free(seq)
-        seq.finish_reason = "error"
+        for seq in sequences:
+            twin = self._lifecycle.create(request, list(seq.token_ids), seq.sample_index)
+            twin.cumulative_logprob = seq.cumulative_logprob
+            request.sequences.append(twin)
+            self._lifecycle.free(seq)
+            seq.finish_reason = "error"
         self.queues.move(request, Status.WAITING)
 
     def _append_drawn(self, step: StepInFlight, result: StepResult) -> None:

@@ -37,6 +37,7 @@ class Sequence:
         "finish_reason",
         "last_logprobs",
         "leader",
+        "num_at_start",
         "num_computed_tokens",
         "num_pending",
         "num_prompt_tokens",
@@ -58,6 +59,7 @@ class Sequence:
         self.token_ids = token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
         self.sample_index = sample_index
+        self.num_at_start = 0  # tokens that it had when its request was last admitted
         self.num_computed_tokens = 0
         self.num_pending = 0  # tokens being sampled by steps in flight
         self.table: BlockTable | None = None  # None while no block is held
@@ -119,6 +121,7 @@ class Request:
         "level",
         "method",
         "num_cached_tokens",
+        "num_found_tokens",
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
@@ -177,6 +180,9 @@ class Request:
         # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
         # request was first admitted.
         self.num_cached_tokens = 0
+        # Tokens of its encoder's input and of its first sequence that the prefix cache had when it
+        # was last admitted.
+        self.num_found_tokens = 0
         self.avoids_cache = (
             False  # since what it found there may have been the cause of its failure
         )

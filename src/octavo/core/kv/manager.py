@@ -289,7 +289,9 @@ class KVCacheManager:
     def is_pinned(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the first `num_tokens` of a sequence lie in blocks of pinned prefixes."""
         table = seq.table
-        return table is not None and all(
+        if table is None or not table.on_device:
+            return False
+        return all(
             block_id in self.pinned or block_id == NULL_BLOCK
             for block_ids, size in zip(table.block_ids, self.block_sizes, strict=True)
             for block_id in block_ids[: -(-num_tokens // size)]
@@ -308,6 +310,7 @@ class KVCacheManager:
         """Keep a computed sequence's blocks until `unpin`: the provider's prefix (section 4.4)."""
         assert name not in self.pins, f"prefix {name!r} is pinned already"
         self.register(seq, seq.num_computed_tokens)
+        self._index_verified(seq)
         self._hold_indexed_blocks(seq)
         self._prefixes.abandon(seq)
         self.pins[name] = seq
@@ -572,9 +575,26 @@ class KVCacheManager:
         # Beyond what is computed, the two may already have different tokens.
         child.prefix_nodes = parent.prefix_nodes[: num_computed // self.block_size]
 
+    def _index_verified(self, seq: Sequence) -> None:
+        """Index the blocks of a sequence that was verified in place of others with its tokens,
+        which may be spoilt, except pinned ones, which were verified, too."""
+        table, forgotten = _table(seq), list[int]()
+        for i, node in enumerate(seq.prefix_nodes):
+            entry = self.prefix_cache.find(node)
+            if entry is None:
+                continue
+            pairs = zip(self._blocks_of_node(table, i), entry.block_ids, strict=True)
+            if any(NULL_BLOCK != own != indexed is not None for own, indexed in pairs):
+                forgotten += self.prefix_cache.forget_prefix(node, self.pinned)
+        for block_id in forgotten:
+            self.pool.forget_cached(block_id)
+        if forgotten:
+            table.num_registered = 0
+            self.register(seq, seq.num_computed_tokens)
+
     def _hold_indexed_blocks(self, seq: Sequence) -> None:
-        """Hold the indexed blocks where the sequence's own are copies of them: those are what later
-        prompts find, and they must not be evicted."""
+        """Hold the indexed blocks, which are pinned, where the sequence's own are copies of them:
+        those are what later prompts find, and they must not be evicted."""
         for i, node in enumerate(seq.prefix_nodes):
             entry = self.prefix_cache.find(node)
             if entry is None:
