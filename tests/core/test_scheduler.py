@@ -12,6 +12,7 @@ from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.prefix_matcher import PrefixHit
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.plan_builder import PlanBuilder
 from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Sequence, Status
@@ -845,8 +846,24 @@ def test_what_was_found_is_sound_once_a_token_is_drawn() -> None:
     result = world.executor.execute(plan)
     result.errors = {plan.seq_ids[0]: LogitsNotFinite("they are not")}
     world.scheduler.update(plan, result)
-    assert wrong.is_finished
-    assert wrong.num_found_tokens == 11
+    assert (wrong.is_finished, wrong.avoids_cache, wrong.num_cached_tokens) == (True, False, 11)
+
+
+def test_what_a_window_needs_beside_pinned_blocks_may_be_spoilt() -> None:
+    """A pin does not hold what its windows have left behind, and a request that found it has left
+    it behind, too, when it fails."""
+    specs = [FullAttention(), SlidingWindow(6)]
+    world = World(num_blocks=40, max_num_batched_tokens=9, max_num_seqs=4, specs=specs)
+    world.add("pin", prompt=[1] * 12, method=PinPrefix("system", 12))
+    world.run()
+    world.kv.reset_prefix_cache()
+    world.add("wrong", prompt=[1] * 4 + [HARMFUL] + [2] * 30)
+    for _ in range(2):
+        world.step()
+    world.scheduler.abort("wrong")
+    fine = world.add("fine", prompt=[1] * 8 + [3] * 3)
+    world.run()
+    assert (fine.error, fine.avoids_cache) == (None, True)
 
 
 def test_a_pin_holds_what_it_has_computed_itself() -> None:

@@ -529,7 +529,8 @@ class Scheduler:
             return Admission.NO_ROOM
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_cached_tokens
-        request.num_found_tokens = hit.num_found_tokens
+        # Now: its windows may leave such blocks behind.
+        request.found_unverified = not self.kv.is_verified(hit)
         for seq in request.sequences:
             seq.num_at_start = seq.num_tokens
         request.refused_with_free = None
@@ -594,21 +595,12 @@ class Scheduler:
             if request is not None and isinstance(error, LogitsNotFinite):
                 for seq in sequences:
                     self.kv.forget(seq)
-                if self._may_be_spoilt(request, sequences):
+                if _may_be_spoilt(request):
                     self._begin_again(request, sequences)
                     continue
             for seq in sequences:
                 seq.request.error = error
                 self._lifecycle.finish(seq, "error")
-
-    def _may_be_spoilt(self, request: Request, sequences: Seq[Sequence]) -> bool:
-        """Whether a request with these sequences may have failed because of what it found in the
-        cache. A token drawn since then says that it is sound, and what is pinned was verified."""
-        if request.avoids_cache or not request.num_found_tokens:
-            return False
-        if any(seq.num_tokens != seq.num_at_start for seq in sequences):
-            return False
-        return not self.kv.is_pinned(sequences[0], request.num_found_tokens)
 
     def _begin_again(self, request: Request, sequences: Seq[Sequence]) -> None:
         """Let a request wait to be computed without the cache, by new sequences in place of these;
@@ -730,6 +722,14 @@ class Scheduler:
         for request, seq_ids in list(self._resting.items()):
             if waiting.isdisjoint(seq_ids):
                 del self._resting[request]
+
+
+def _may_be_spoilt(request: Request) -> bool:
+    """Whether a request may have failed because of what it found in the cache. A token drawn since
+    then says that it is sound, and what is pinned was verified."""
+    if request.avoids_cache or not request.found_unverified:
+        return False
+    return all(seq.num_tokens == seq.num_at_start for seq in request.sequences)
 
 
 def _take_readings(step: StepInFlight, result: StepResult) -> None:

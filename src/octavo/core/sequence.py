@@ -118,10 +118,10 @@ class Request:
         "error",
         "finished",
         "first_token_time",
+        "found_unverified",
         "level",
         "method",
         "num_cached_tokens",
-        "num_found_tokens",
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
@@ -180,9 +180,9 @@ class Request:
         # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
         # request was first admitted.
         self.num_cached_tokens = 0
-        # Tokens of its encoder's input and of its first sequence that the prefix cache had when it
-        # was last admitted.
-        self.num_found_tokens = 0
+        # Whether it took blocks from the prefix cache that were not pinned, when it was last
+        # admitted.
+        self.found_unverified = False
         self.avoids_cache = (
             False  # since what it found there may have been the cause of its failure
         )

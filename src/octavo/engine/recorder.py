@@ -125,6 +125,8 @@ class Recorder:
         end: str = hit.ended_by
         if not kv.enable_prefix_caching:
             end = "off"
+        elif request.avoids_cache:
+            end = "avoided"
         elif request.reading is not None and hit.num_tokens == request.sampling.first_read:
             end = "read"
         self._on_admission(

@@ -286,15 +286,13 @@ class KVCacheManager:
             for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
                 self.pool.forget_cached(block_id)
 
-    def is_pinned(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` of a sequence lie in blocks of pinned prefixes."""
-        table = seq.table
-        if table is None or not table.on_device:
-            return False
+    def is_verified(self, hit: PrefixHit) -> bool:
+        """Whether all blocks that a hit takes are those of pinned prefixes, which were verified."""
+        taken = [*hit.block_ids, hit.partial or (), *hit.encoder_ids]
         return all(
             block_id in self.pinned or block_id == NULL_BLOCK
-            for block_ids, size in zip(table.block_ids, self.block_sizes, strict=True)
-            for block_id in block_ids[: -(-num_tokens // size)]
+            for block_ids in taken
+            for block_id in block_ids
         )
 
     def reset_prefix_cache(self) -> None:

@@ -14,6 +14,7 @@ LOOKUP_ENDS = {
     "differs": "the next block is cached for other tokens, or fewer; the equal ones were copied",
     "window": "the next block is cached, but blocks that a sliding window needs are gone",
     "read": "log-probabilities of the prompt, or an embedding, need what follows computed",
+    "avoided": "what was found before may have made the request fail, so all is computed",
     "off": "prefix caching is off",
 }
 
