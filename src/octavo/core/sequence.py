@@ -183,9 +183,8 @@ class Request:
         # Whether it took blocks from the prefix cache that were not pinned, when it was last
         # admitted.
         self.found_unverified = False
-        self.avoids_cache = (
-            False  # since what it found there may have been the cause of its failure
-        )
+        # Whether nothing is taken from the prefix cache: what was found may have made it fail.
+        self.avoids_cache = False
         # Maintained by the scheduler and its policy.
         self.number = 0  # order of arrival
         self.order: tuple[float, ...] = ()  # fixed place in the queues; lower comes first

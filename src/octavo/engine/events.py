@@ -52,8 +52,8 @@ class Admitted:
     never been computed; "evicted": it has been, and was overwritten; "differs": the next block is
     cached for other tokens, or fewer, and was copied as far as they are equal; "window": it is
     cached, but blocks that a sliding window needs are gone; "read": what follows has to be
-    computed, because its hidden states are read; "avoided": nothing is looked up, since
-    what was found before may have made the request fail; "off": there is no prefix cache.
+    computed, because its hidden states are read; "avoided": nothing is looked up, since what was
+    found before may have made the request fail; "off": there is no prefix cache.
     """
 
     time: float
