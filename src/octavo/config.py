@@ -321,25 +321,16 @@ class EngineConfig:
         return replace(self, scheduler=steps)
 
     def dtype_for(self, stored: str) -> str:
-        """The dtype to compute a model in whose files are in `stored`.
+        """The dtype to compute a model in whose files are in `stored`: of float16, "auto" makes
+        float32 on a CPU.
 
         Raises ConfigError if it is one that the device does not compute in.
         """
-        if self.device == "cpu":
-            return cpu_dtype(self.dtype, stored)
-        return stored if self.dtype == "auto" else self.dtype
-
-
-def cpu_dtype(asked: str, stored: str) -> str:
-    """The dtype that a CPU computes a model in whose files are in `stored`.
-
-    Raises ConfigError if float16 is asked for.
-    """
-    if asked == "float16":
-        raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
-    if asked == "auto":
-        return "bfloat16" if stored == "bfloat16" else "float32"
-    return asked
+        if self.device == "cpu" and self.dtype == "float16":
+            raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" and stored != "bfloat16" else stored
 
 
 def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:

@@ -152,3 +152,8 @@ def read_json(path: Path) -> Fields:
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")
     return Fields(str(path), values)
+
+
+def read_optional_json(path: Path) -> Fields:
+    """The same; no fields if there is no such file."""
+    return read_json(path) if path.exists() else Fields("", {})

@@ -19,7 +19,7 @@ import tokenizers
 from octavo.errors import ModelError, shown
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
-from octavo.json_fields import Fields, is_text, read_json
+from octavo.json_fields import Fields, is_text, read_optional_json
 from octavo.sentencepiece import find_tokenizer
 
 DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
@@ -103,8 +103,7 @@ class ModelDirectory:
             if found is None:
                 return None
             backend = found
-        config_file = self.path / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.exists() else Fields("", {})
+        config = read_optional_json(self.path / "tokenizer_config.json")
         class_name = config.get("tokenizer_class", None)
         return TokenizerFiles(
             backend,

@@ -34,7 +34,7 @@ from tokenizers import (
 )
 
 from octavo.errors import ModelError, shown
-from octavo.json_fields import Fields, is_text, read_json
+from octavo.json_fields import Fields, is_text, read_json, read_optional_json
 
 MAX_BYTES = 256 << 20
 UNIGRAM = 1  # of model_type; also what a file means that does not say it
@@ -134,7 +134,7 @@ def _read_ids(vocabulary: Fields) -> list[str]:
 def _read_t5(directory: Path) -> Tokenizer:
     """Ids are those of the pieces; tokens for spans follow, the last of them first."""
     model = read_pieces(directory / T5_FILE)
-    options = _read_if_there(directory / "tokenizer_config.json")
+    options = read_optional_json(directory / "tokenizer_config.json")
     num_extra = options.get("extra_ids", T5_EXTRA_IDS)
     if type(num_extra) is not int or not 0 <= num_extra <= 1 << 16:
         raise options.error("extra_ids", "it must be an integer from 0 to 65,536")
@@ -171,16 +171,12 @@ def _build(
     return tokenizer
 
 
-def _read_if_there(file: Path) -> Fields:
-    return read_json(file) if file.exists() else Fields("", {})
-
-
 def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
     """Add the tokens that the model's pieces do not have, and match them in texts as they are.
 
     Raises ModelError if one would not get the id that its file says.
     """
-    config = _read_if_there(directory / "tokenizer_config.json")
+    config = read_optional_json(directory / "tokenizer_config.json")
     is_new = config.get("added_tokens_decoder", None) is not None
     ids = _described_tokens(config) if is_new else _older_tokens(config, directory)
     size = tokenizer.get_vocab_size()
@@ -210,12 +206,12 @@ def _described_tokens(config: Fields) -> dict[AddedToken, int]:
 
 def _older_tokens(config: Fields, directory: Path) -> dict[AddedToken, int]:
     """Those of added_tokens.json, with their ids. The ones that have a role are special."""
-    roles = config.values | _read_if_there(directory / "special_tokens_map.json").values
+    roles = config.values | read_optional_json(directory / "special_tokens_map.json").values
     lists = [value if isinstance(value, list) else [value] for value in roles.values()]
     special = [
         each.get("content") if isinstance(each, dict) else each for some in lists for each in some
     ]
-    file, ids = _read_if_there(directory / "added_tokens.json"), {}
+    file, ids = read_optional_json(directory / "added_tokens.json"), {}
     for text, number in file.values.items():
         if type(number) is not int:
             raise ModelError(

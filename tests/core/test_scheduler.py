@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from core.symbolic import HARMFUL, Ask
-from core.worlds import BLOCK_SIZE, World, make_sequence, preempt
+from core.worlds import BLOCK_SIZE, World, make_sequence, preempt, sampling
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import Changes, KVCacheManager
@@ -712,7 +712,7 @@ def test_a_sequence_that_has_ended_is_computed_once_too_often_at_most() -> None:
         world.run()
         return world.executor.num_computed
 
-    by_length = Sampling(1, 9, frozenset(), frozenset())
+    by_length = sampling(1, 9)
     assert num_computed(2, by_length) == num_computed(1, by_length) == 8
     at_once = Sampling(1, 9, frozenset(range(7)), frozenset())
     assert num_computed(2, at_once) == num_computed(1, at_once) + 1
@@ -767,10 +767,10 @@ def test_what_a_prompt_has_spoilt_before_it_fails_is_computed_again(kind: str, d
     for _ in range(2):
         world.step()
     method = {
-        "samples": Sampling(3, 12, frozenset(), frozenset()),
+        "samples": sampling(3, 12),
         "beams": BeamSearch(2, 12, frozenset()),
         "pin": PinPrefix("system", 8),
-        "read": Sampling(1, 12, frozenset(), frozenset()),
+        "read": sampling(1, 12),
     }[kind]
     spec = {
         "beams": SamplingSpec(num_candidates=4),
@@ -797,9 +797,9 @@ def test_what_is_spoilt_while_a_request_is_preempted_costs_it_nothing(
 
     def outputs(harms: bool) -> tuple[Request, list[list[int]]]:
         world = World(num_blocks=40, max_num_batched_tokens=16, depth=depth, max_num_seqs=4)
-        method, spec = Sampling(1, 20, frozenset(), frozenset()), SamplingSpec()
+        method, spec = sampling(1, 20), SamplingSpec()
         if kind == "samples":
-            method = Sampling(3, 20, frozenset(), frozenset())
+            method = sampling(3, 20)
         elif kind == "beams":
             method, spec = BeamSearch(2, 20, frozenset()), SamplingSpec(num_candidates=4)
         world.now = 9.0
@@ -828,7 +828,7 @@ def test_a_resumed_request_does_not_fail_because_of_what_it_finds() -> None:
     for _ in range(2):
         world.step()
     world.scheduler.abort("wrong")
-    fine = Request("fine", [1] * 6, Sampling(1, 12, frozenset(), frozenset()), SamplingSpec())
+    fine = Request("fine", [1] * 6, sampling(1, 12), SamplingSpec())
     world.scheduler.resume(fine, {0: [2, 4]})
     world.run()
     assert (fine.error, fine.avoids_cache) == (None, True)

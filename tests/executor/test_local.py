@@ -169,9 +169,11 @@ def test_too_many_blocks_are_refused() -> None:
     ],
 )
 def test_dtypes(asked: str, stored: str, dtype: torch.dtype) -> None:
+    from octavo.worker.device.base import DTYPES
     from octavo.worker.device.cpu import CpuDevice
 
-    assert CpuDevice().resolve_dtype(asked, stored) == dtype
+    config = CpuDevice().adapt(EngineConfig("demo", dtype=asked))
+    assert DTYPES[config.dtype_for(stored)] == dtype
 
 
 def test_bfloat16_runs() -> None:

@@ -105,7 +105,7 @@ def test_results_that_differ_by_more_than_rounding_are_violations(name: str) -> 
         for _ in range(5):
             Round(llm, work, rng, report).run()  # after which something is cached
             blocks = llm.engine.executor._worker.runner.kv_cache.blocks  # type: ignore[attr-defined]
-            # It is wrong from here on: with an encoder, of its inputs alone.
+            # What is cached is wrong in the next round: with an encoder, of its inputs alone.
             of_inputs = sorted(llm.engine.kv.encoder_inputs.block_ids())
             blocks[of_inputs or slice(None)] *= -1
         compare(llm, work.results, report)

@@ -589,17 +589,17 @@ class Scheduler:
         owners = step.owners()
         for seq_id, error in errors.items():
             request = owners.get(seq_id)
-            sequences = [] if request is None else list(request.sequences)
-            if all(seq.seq_id != seq_id for seq in sequences):
+            if request is None or all(seq.seq_id != seq_id for seq in request.sequences):
                 continue  # it has ended while the step ran
-            if request is not None and isinstance(error, LogitsNotFinite):
+            sequences = list(request.sequences)
+            if isinstance(error, LogitsNotFinite):
                 for seq in sequences:
                     self.kv.forget(seq)
                 if _may_be_spoilt(request):
                     self._begin_again(request, sequences)
                     continue
+            request.error = error
             for seq in sequences:
-                seq.request.error = error
                 self._lifecycle.finish(seq, "error")
 
     def _begin_again(self, request: Request, sequences: Seq[Sequence]) -> None:
@@ -727,9 +727,8 @@ class Scheduler:
 def _may_be_spoilt(request: Request) -> bool:
     """Whether a request may have failed because of what it found in the cache. A token drawn since
     then says that it is sound, and what is pinned was verified."""
-    if request.avoids_cache or not request.found_unverified:
-        return False
-    return all(seq.num_tokens == seq.num_at_start for seq in request.sequences)
+    has_drawn = any(seq.num_tokens != seq.num_at_start for seq in request.sequences)
+    return request.found_unverified and not has_drawn
 
 
 def _take_readings(step: StepInFlight, result: StepResult) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from octavo.json_fields import Fields, read_json
+from octavo.json_fields import Fields, read_json, read_optional_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
 from octavo.models.quantization import Quantization, read_quantization
@@ -67,8 +67,7 @@ class HuggingFaceSource:
 
     def generation(self) -> Fields:
         """See ModelSource.generation."""
-        path = self.path / "generation_config.json"
-        return read_json(path) if path.exists() else Fields("", {})
+        return read_optional_json(self.path / "generation_config.json")
 
     def quantization(self) -> Quantization | None:
         """See ModelSource.quantization."""

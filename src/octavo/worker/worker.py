@@ -56,7 +56,7 @@ class Worker:
         """
         self._device = device
         self._is_shut_down = False
-        dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        dtype = DTYPES[config.dtype_for(model_config.dtype)]
         config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
         # With the quantization that "auto" stands for, and with copies of weights.
         self.config, self.model_config = config, model_config

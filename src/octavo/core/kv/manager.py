@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,7 @@ from octavo.core.kv.specs import (
     first_needed_block,
     node_places,
 )
+from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, TableWrite
 
@@ -272,16 +273,14 @@ class KVCacheManager:
         for block_id in self.prefix_cache.add_tail(parent, tokens, held):
             self._mark(block_id)
         while self.prefix_cache.num_tails > self.max_tails:
-            for block_id in self.prefix_cache.forget_prefix(self.prefix_cache.oldest_tail, ()):
-                self.pool.forget_cached(block_id)
+            self._forget_prefix(self.prefix_cache.oldest_tail, ())
 
     def forget(self, seq: Sequence) -> None:
         """Remove the blocks of a sequence's prefix and of its encoder input from the prefix cache,
         no matter which sequence computed them, except pinned ones, which were verified when they
         were pinned."""
         for node in [*seq.prefix_nodes, *self._prefixes.tails_of(seq)]:
-            for block_id in self.prefix_cache.forget_prefix(node, self.pinned):
-                self.pool.forget_cached(block_id)
+            self._forget_prefix(node, self.pinned)
         if seq.request.encoder_node is not None:
             for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
                 self.pool.forget_cached(block_id)
@@ -576,17 +575,15 @@ class KVCacheManager:
     def _index_verified(self, seq: Sequence) -> None:
         """Index the blocks of a sequence that was verified in place of others with its tokens,
         which may be spoilt, except pinned ones, which were verified, too."""
-        table, forgotten = _table(seq), list[int]()
+        table, has_forgotten = _table(seq), False
         for i, node in enumerate(seq.prefix_nodes):
             entry = self.prefix_cache.find(node)
             if entry is None:
                 continue
             pairs = zip(self._blocks_of_node(table, i), entry.block_ids, strict=True)
             if any(NULL_BLOCK != own != indexed is not None for own, indexed in pairs):
-                forgotten += self.prefix_cache.forget_prefix(node, self.pinned)
-        for block_id in forgotten:
-            self.pool.forget_cached(block_id)
-        if forgotten:
+                has_forgotten |= self._forget_prefix(node, self.pinned)
+        if has_forgotten:
             table.num_registered = 0
             self.register(seq, seq.num_computed_tokens)
 
@@ -637,6 +634,13 @@ class KVCacheManager:
         elif (copy := self.prefix_cache.forget(block_id)) is not None:
             self.pool.mark_cached(copy)
         self.pool.forget_cached(block_id)
+
+    def _forget_prefix(self, node: PrefixNode, kept: Container[int]) -> bool:
+        """See PrefixCache.forget_prefix. Whether any block was removed."""
+        removed = self.prefix_cache.forget_prefix(node, kept)
+        for block_id in removed:
+            self.pool.forget_cached(block_id)
+        return bool(removed)
 
     def _capacity(self, table: BlockTable) -> int:
         """How many tokens there is room for in all groups."""

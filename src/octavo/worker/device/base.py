@@ -169,14 +169,6 @@ class Device(ABC):
     def adapt(self, config: EngineConfig) -> EngineConfig:
         """The settings, with the device's name and those that follow from it."""
 
-    @abstractmethod
-    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
-        """What a model is computed in whose files are in `stored`; `asked` may be "auto".
-
-        Raises:
-            ConfigError: the device does not compute in what was asked for.
-        """
-
     def resolve_kv_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
         """What keys and values of a model that is computed in `dtype` are cached in.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import EngineConfig, cpu_dtype
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
 from octavo.memory_budget import (
@@ -24,7 +24,7 @@ from octavo.memory_budget import (
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cpu.int8 import has_int8_product
-from octavo.worker.device.base import DTYPES, Demand, Device
+from octavo.worker.device.base import Demand, Device
 from octavo.worker.device.cpu_sampling import CpuDrawer
 
 
@@ -58,10 +58,6 @@ class CpuDevice(Device):
     def adapt(self, config: EngineConfig) -> EngineConfig:
         """See Device.adapt."""
         return replace(config, device="cpu")
-
-    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
-        """See Device.resolve_dtype. Where the files are in float16, "auto" is float32."""
-        return DTYPES[cpu_dtype(asked, stored)]
 
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         if name == "triton":

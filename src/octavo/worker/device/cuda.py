@@ -29,7 +29,6 @@ from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tok
 from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.ops.cuda.tuning import tune
 from octavo.worker.device.base import (
-    DTYPES,
     Demand,
     Device,
     MakeRunner,
@@ -81,9 +80,6 @@ class CudaDevice(Device):
                 raise ConfigError(name, f"{asked:,} is more than the {most:,} that a GPU takes")
         memory = torch.cuda.get_device_properties(self.torch_device).total_memory
         return replace(config, device="cuda").for_gpu(memory)
-
-    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
-        return DTYPES[stored if asked == "auto" else asked]
 
     def resolve_kv_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
         """See Device.resolve_kv_dtype. GPUs before Ada and Hopper have no FP8."""
