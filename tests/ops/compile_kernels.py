@@ -180,7 +180,7 @@ def dequantized_blocks() -> None:
     cache = torch.zeros(2, 3, 2, 16, 64, dtype=torch.float8_e4m3fn)
     numbers = torch.zeros(1, 4, dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16):
-        blocks = DequantizedBlocks([cache[0].numel()], dtype, cache.device, room=1 << 20)
+        blocks = DequantizedBlocks(dtype, cache.device, room=1 << 20)
         blocks.fill(cache, numbers, numbers[0])
 
 

@@ -157,20 +157,24 @@ def test_clusters(case: Case, features: tuple[str, ...], monkeypatch: pytest.Mon
     assert launches
 
 
-HOPPER_FP8_CASES = [
-    Case(((0, 20), (13, 150), (3, 1)), 16, 2, 4, 64, dtype=torch.bfloat16, kv_scales=SCALES),
-    Case(((130, 70), (0, 9)), 8, 1, 2, 128, 300, torch.float16, kv_scales=SCALES),
-    Case(((200, 40), (0, 3), (90, 30)), 32, 3, 1, 256, 70, torch.bfloat16, kv_scales=SCALES),
-]
-
-
 @pytest.mark.skipif(GPU, reason="other tests run the kernels on the GPU")
 @pytest.mark.usefixtures("emulated_prefill")
-@pytest.mark.parametrize("case", HOPPER_FP8_CASES, ids=describe)
+@pytest.mark.parametrize(
+    ("case", "room", "num_fills"),  # of the cached tokens' step, and of the new ones'
+    [
+        (Case(((0, 20), (13, 150), (3, 1)), 16, 2, 4, 64), 60_000, 1 + 2),
+        (Case(((130, 70), (0, 9)), 8, 1, 2, 128, 300, torch.float16), 1 << 20, 1 + 1),
+        # Two of four heads, twice.
+        (Case(((200, 40), (0, 3), (90, 30)), 32, 4, 1, 256, 70), 990_000, 2 + 2),
+    ],
+)
 def test_prompts_over_an_fp8_cache_on_hopper_gpus(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: Case, room: int, num_fills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their blocks are converted first. The kernels are carried out by the emulator."""
+    """Their blocks are converted first, a part of the heads at a time where room is short. The
+    kernels are carried out by the emulator."""
+    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
+    case = replace(case, dtype=dtype, kv_scales=SCALES, scores=some_scores(case, "sinks"))
     monkeypatch.setattr(attention_decode_cluster, "launch", gluon_emulator.launch_clusters)
     filled: list[Tensor] = []
     fill = DequantizedBlocks.fill
@@ -183,29 +187,36 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
     monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
     monkeypatch.setattr(attention_dequantized, "_LEAST_WORK", 1)
     monkeypatch.setattr(DequantizedBlocks, "fill", note)
+    monkeypatch.setattr(attention, "DequantizedBlocks", partial(DequantizedBlocks, room=room))
     check(case, "cpu")
-    assert len(filled) == 2
+    assert len(filled) == num_fills
 
 
 def test_few_tokens_of_long_contexts_are_not_converted() -> None:
-    blocks = DequantizedBlocks([4096], torch.bfloat16, torch.device("cpu"), room=100 << 13)
+    # 100 blocks of four KV heads of 32 find room.
+    blocks = DequantizedBlocks(torch.bfloat16, torch.device("cpu"), room=100 << 13)
 
-    def plan(*sequences: tuple[int, int], window: int | None = None) -> bool:
+    def plan(*sequences: tuple[int, int], window: int | None = None) -> int:
+        """In how many passes; 0: not."""
         lens, contexts = (np.array(each, np.int32) for each in zip(*sequences, strict=True))
         seqs = Sequences(lens.cumsum() - lens, np.arange(len(lens)), contexts, lens)
-        return blocks.plan(seqs, 4096, 16, 4, window) is not None
+        prompts = blocks.plan(seqs, 4, 32, 16, 4, window)
+        return 0 if prompts is None else prompts.num_passes
 
-    assert plan((64, 1600)), "256 rows"
+    assert plan((64, 1600)) == 1, "256 rows"
     assert not plan((63, 1600))
-    assert plan((128, 256)), "2^17 rows and keys"
+    assert plan((128, 256)) == 1, "2^17 rows and keys"
     assert not plan((127, 256))
-    assert not plan((800, 1601)), "more blocks than there is room for"
-    assert plan((800, 800), (800, 800)), "all of the room"
-    assert not plan((800, 800), (800, 801))
-    assert plan((100, 1500), (1, 20))
+    assert plan((800, 1601)) == 2, "more blocks than there is room for at once"
+    assert plan((800, 800), (800, 800)) == 1, "all of the room"
+    assert plan((800, 800), (800, 801)) == 2
+    assert plan((100, 1500), (1, 20)) == 1
     assert not plan((100, 100), (1, 1000))
-    assert plan((800, 9000), window=700), "a window's blocks find room"
-    assert not plan((800, 9000), window=900)
+    assert plan((800, 9000), window=700) == 1, "a window's blocks find room"
+    assert plan((800, 9000), window=900) == 2
+    assert plan((800, 3200)) == 2, "two heads at a time"
+    assert plan((800, 3201)) == plan((800, 6400)) == 4, "one head at a time"
+    assert not plan((800, 6401)), "not even one"
 
 
 def interpreted(case: Case) -> ParameterSet:

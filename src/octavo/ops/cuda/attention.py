@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,11 +92,6 @@ class _Shape:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def block_elements(self) -> int:
-        """Elements of a block, keys and values, in one layer."""
-        return self.num_kv_heads * 2 * self.block_size * self.head_dim
-
     def keys_of(self, causal: Sequences, encoded: Sequences | None) -> Sequences:
         """Sequences with the keys that these layers read."""
         if not self.reads_encoder:
@@ -129,6 +125,7 @@ class _PrefillLaunch:
     items: Tensor
     config: PrefillConfig | HopperPrefillConfig
     spans: Tensor | None  # of blocks that are converted before: see DequantizedBlocks.fill
+    num_passes: int  # see DequantizedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +189,7 @@ class TritonBackend:
         self._splits = self._make_prefill_splits(kv_cache.device)
         self._dequantized: DequantizedBlocks | None = None
         if self._is_fp8 and self._hopper_shapes:
-            elements = [shape.block_elements for shape in self._hopper_shapes]
-            self._dequantized = DequantizedBlocks(elements, dtype, kv_cache.device)
+            self._dequantized = DequantizedBlocks(dtype, kv_cache.device)
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -341,11 +337,12 @@ class TritonBackend:
     ) -> None:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
-            seqs, spans = shape.keys_of(causal, encoded), None
+            seqs, spans, num_passes = shape.keys_of(causal, encoded), None, 1
             config, dequantized = self._choose_prefill(shape, seqs, batch.padded is not None)
             if dequantized is not None:
                 assert self._dequantized is not None, "it has planned them"
-                seqs, capacity = dequantized.seqs, self._dequantized.capacity(staging.max_num_seqs)
+                seqs, num_passes = dequantized.seqs, dequantized.num_passes
+                capacity = self._dequantized.capacity(staging.max_num_seqs)
                 name, values = f"attention.spans.{index}", dequantized.spans.reshape(-1)
                 spans = staging.put(name, values, capacity, part="tokens")
             at_once = _prefills_at_once(shape)
@@ -369,24 +366,27 @@ class TritonBackend:
             capacity = (staging.max_num_tokens + at_once) * PREFILL_FIELDS
             name = f"attention.prefill.{index}"
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
-            self._prefills[shape] = _PrefillLaunch(staged, config, spans)
+            self._prefills[shape] = _PrefillLaunch(staged, config, spans, num_passes)
 
     def _choose_prefill(
         self, shape: _Shape, seqs: Sequences, is_captured: bool
     ) -> tuple[PrefillConfig | HopperPrefillConfig, DequantizedPrompts | None]:
         """By which kernel prompts are computed, and whether from blocks that are converted first.
         Captured steps, which are small, have one configuration for all contexts."""
-        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+        config, dequantized = self._prefill_config(shape), None
         if is_captured or shape not in self._hopper_shapes:
             return config, None
-        if splits_are_faster(seqs, shape.window, shape.group, config, at_once, self._is_fp8):
-            return config, None
-        dequantized = None
         if self._dequantized is not None:
-            sizes = shape.block_elements, shape.block_size, shape.group
+            sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
             dequantized = self._dequantized.plan(seqs, *sizes, shape.window)
             if dequantized is None:
                 return config, None
+        num_passes = 1 if dequantized is None else dequantized.num_passes
+        at_once = _prefills_at_once(shape)
+        if splits_are_faster(
+            seqs, shape.window, shape.group, config, at_once, self._is_fp8, num_passes
+        ):
+            return config, None
         contexts = seqs.contexts.tolist()
         return HopperPrefillConfig.of(contexts, shape.window, shape.head_dim), dequantized
 
@@ -490,23 +490,30 @@ class TritonBackend:
     def _attend_prompts(self, layer: _Layer, query: Tensor, table: Tensor, output: Tensor) -> None:
         """Attend for the prompts of the planned step, into their rows of `output`. Their keys and
         values are in the cache."""
-        prefill, cache, spec = self._prefills[layer.shape], layer.cache, layer.spec
-        if prefill.spans is not None:
-            assert self._dequantized is not None, "it has planned the spans"
-            cache, table = self._dequantized.fill(cache, table, prefill.spans)
-        prefill_attention(
-            query,
-            cache,
-            table,
-            prefill.items,
-            output,
-            layer.scores,
-            spec.window,
-            prefill.config,
-            is_causal=not layer.shape.reads_encoder,
-            kv_scales=spec.kv_scales,
+        prefill, shape = self._prefills[layer.shape], layer.shape
+        attend = partial(
+            prefill_attention,
+            items=prefill.items,
+            window=layer.spec.window,
+            config=prefill.config,
+            is_causal=not shape.reads_encoder,
+            kv_scales=layer.spec.kv_scales,
             splits=self._splits,
         )
+        if prefill.spans is None:
+            attend(query, layer.cache, table, output=output, scores=layer.scores)
+            return
+        assert self._dequantized is not None, "it has planned the spans"
+        num_kv_heads = shape.num_kv_heads // prefill.num_passes
+        for first in range(0, shape.num_kv_heads, num_kv_heads):
+            cache = layer.cache[:, first : first + num_kv_heads]
+            begin, end = (shape.group * each for each in (first, first + num_kv_heads))
+            attend(
+                query[:, begin:end],
+                *self._dequantized.fill(cache, table, prefill.spans),
+                output=output[:, begin * shape.head_dim : end * shape.head_dim],
+                scores=layer.scores.of_heads(begin, end),
+            )
 
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:
         """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that

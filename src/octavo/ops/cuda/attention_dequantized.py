@@ -4,7 +4,8 @@ On Hopper GPUs tensor cores read keys and values as TMA leaves them in shared me
 (attention_prefill_hopper.py), which cannot be e4m3 beside queries of 16 bits. Converting each tile
 on its way takes two thirds as many instructions as its softmax, and every tile of queries would do
 it again. So each layer converts the blocks that its prompts see once, into room that all layers
-share, and attends to them there. Every e4m3 number is one of float16 and of bfloat16, so nothing is
+share, and attends to them there: all KV heads together, or, over long contexts, as many at a time
+as find room. Every e4m3 number is one of float16 and of bfloat16, so nothing is
 rounded; scales are those of the scores and of the results.
 
 It pays where enough tokens of a sequence read its keys together, which `plan` decides. Other
@@ -13,7 +14,6 @@ prompts have the kernel of attention_prefill.py, which converts tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from octavo.ops.cuda.attention_work_items import Int32s, Sequences, parts_of, st
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
 _ROOM = 256 << 20  # bytes: 65,536 tokens of 8 KV heads of 128
-_MOST_BLOCKS = 16_384  # that find room, however small they are
+_MOST_BLOCKS = 65_536  # that find room, however small they are
 _SPAN = 4  # blocks of a sequence that a program converts one after the other
 _TILE = 4096  # elements of each
 _FIELDS = 4  # of a span
@@ -42,39 +42,34 @@ class DequantizedPrompts(NamedTuple):
     # many tokens are left out of their contexts as no new token sees.
     seqs: Sequences
     spans: Int32s  # [num_spans, _FIELDS], as `DequantizedBlocks.fill` reads them
+    num_passes: int  # each of which converts equally many KV heads, and attends to them
 
 
 class DequantizedBlocks:
     """Room for the blocks that a step's prompts see in one layer.
 
     Args:
-        block_elements: of one layer's block, of each shape of layers.
         dtype: float16 or bfloat16.
         room: bytes.
     """
 
-    def __init__(
-        self,
-        block_elements: Iterable[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        room: int = _ROOM,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, room: int = _ROOM) -> None:
         self._room = torch.empty(room // dtype.itemsize, dtype=dtype, device=device)
-        self._most_blocks = {
-            each: min(self._room.numel() // each, _MOST_BLOCKS) for each in block_elements
-        }
-        most = max(self._most_blocks.values())
-        self._numbers = torch.arange(most, dtype=torch.int32, device=device)[:, None]
+        self._numbers = torch.arange(_MOST_BLOCKS, dtype=torch.int32, device=device)[:, None]
 
     def plan(
-        self, seqs: Sequences, block_elements: int, block_size: int, group: int, window: int | None
+        self,
+        seqs: Sequences,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        group: int,
+        window: int | None,
     ) -> DequantizedPrompts | None:
         """How a step's prompts are computed from converted blocks; None: not, because too few
-        tokens read them, or they do not find room.
+        tokens read them, or not even one KV head finds room.
 
         Args:
-            block_elements: of one layer's block.
             group: query heads per KV head.
         """
         firsts = np.zeros_like(seqs.contexts)
@@ -85,8 +80,12 @@ class DequantizedBlocks:
         counts = -(-contexts // block_size)
         if work < max(_LEAST_ROWS * int(contexts.sum()), _LEAST_WORK):
             return None
-        if int(counts.sum()) > self._most_blocks[block_elements]:
+        num_blocks = int(counts.sum())
+        find_room = self._room.numel() // (num_blocks * 2 * block_size * head_dim)
+        if not find_room or num_blocks > _MOST_BLOCKS:
             return None
+        most = min(find_room, num_kv_heads)
+        at_once = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
         starts = starts_of(counts).astype(np.int32)
         seq, number = parts_of(-(-counts // _SPAN))
         first = number * _SPAN
@@ -95,17 +94,19 @@ class DequantizedBlocks:
         spans[:, 1] = firsts.take(seq) + first
         spans[:, 2] = np.minimum(counts.take(seq) - first, _SPAN)
         spans[:, 3] = starts.take(seq) + first
-        return DequantizedPrompts(seqs._replace(rows=starts, contexts=contexts), spans)
+        seqs = seqs._replace(rows=starts, contexts=contexts)
+        return DequantizedPrompts(seqs, spans, num_kv_heads // at_once)
 
     def capacity(self, max_num_seqs: int) -> int:
         """Numbers that say which spans a step of so many sequences has."""
         return (len(self._numbers) // _SPAN + max_num_seqs) * _FIELDS
 
     def fill(self, layer_cache: Tensor, table: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert a layer's blocks, into the place of those of the layer before.
+        """Convert a layer's blocks, into the place of what was converted before.
 
         Args:
-            layer_cache: e4m3 [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
+            layer_cache: e4m3 [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided:
+                of the KV heads of a pass.
             table: int32 [num_rows, max_blocks].
             spans: int32 [num_spans * 4], each (table row, its first block there, number of blocks,
                 number of the first one in the room).
@@ -115,7 +116,7 @@ class DequantizedBlocks:
         """
         num_elements = layer_cache[0].numel()
         assert layer_cache[0].is_contiguous(), "a block is dense"
-        num_blocks = self._most_blocks[num_elements]
+        num_blocks = min(self._room.numel() // num_elements, _MOST_BLOCKS)
         blocks = self._room[: num_blocks * num_elements].view(num_blocks, *layer_cache.shape[1:])
         _dequantize_kernel[(len(spans) // _FIELDS, triton.cdiv(num_elements, _TILE))](
             layer_cache,

@@ -100,11 +100,13 @@ def splits_are_faster(
     config: PrefillConfig,
     at_once: int,
     is_fp8: bool,
+    num_passes: int = 1,
 ) -> bool:
     """Whether prompts have so few tokens over so many keys that this module's kernel, which splits
     them, computes them sooner than that of Hopper GPUs.
 
-    config: of this kernel; at_once: see `prefill_items`; is_fp8: whether the cache is e4m3.
+    config: of this kernel; at_once: see `prefill_items`; is_fp8: whether the cache is e4m3;
+    num_passes: of that kernel, each of which takes as long as its longest item.
     """
     visible = seqs.contexts.astype(np.int64)
     if window is not None:
@@ -116,8 +118,10 @@ def splits_are_faster(
     of_key = _SPLIT_KEY if config.rows >= HopperPrefillConfig.rows else _SPLIT_KEY_OF_HALF
     if is_fp8:
         of_key = _SPLIT_KEY_FLOAT8
-    taken = of_key * max(own, MIN_PREFILL_SPLIT) + _ADDED_UP
-    return taken < max(other, int(visible.max(initial=0)))
+    # Two programs share an SM. An item of no more than an even share is not split.
+    longest = int(visible.max(initial=0))
+    taken = of_key * max(own / 2, min(own, longest), MIN_PREFILL_SPLIT) + _ADDED_UP
+    return taken < max(other, num_passes * longest)
 
 
 @cache
@@ -451,7 +455,8 @@ def prefill_attention(
             the sequence's keys, which split of the keys, number of splits, place of the first one).
             The first key is a multiple of `tile_alignment(config.tile, block_size)`, and tokens *
             group <= config.rows.
-        output: [num_tokens, num_heads * head_dim], dense.
+        output: [num_tokens, num_heads * head_dim], dense; with HopperPrefillConfig tokens may be
+            strided.
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
         kv_scales: if the cache is e4m3, or, with HopperPrefillConfig, what was e4m3 and is not
             multiplied by them yet.

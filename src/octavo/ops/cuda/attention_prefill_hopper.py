@@ -150,6 +150,7 @@ def attend_on_hopper(
     """See prefill_attention, of what `takes` says.
 
     Args:
+        output: [num_tokens, num_heads * head_dim], tokens strided by a multiple of 16 elements.
         scale, cap, sinks: of KernelScores.
         tile: keys at once, 64 or 128.
         value_scale: what results are multiplied by.
@@ -184,6 +185,7 @@ def attend_on_hopper(
         None if cap is None else scale,
         value_scale,
         num_items,
+        ROW_SIZE=output.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -617,7 +619,7 @@ def _no_scores(TILE: gl.constexpr):
 def _attend(
     shared,
     way: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
+    ROW_SIZE: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -632,7 +634,6 @@ def _attend(
     BUFFERS: gl.constexpr = queries_ready.shape[0]
     TILE: gl.constexpr = key_tiles.shape[1]
     HEAD_DIM: gl.constexpr = key_tiles.shape[2]
-    ROW_SIZE: gl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     DTYPE: gl.constexpr = key_tiles.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16]
@@ -747,6 +748,7 @@ def prefill_hopper_kernel(
     inner,
     value_scale,
     num_items,
+    ROW_SIZE: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -770,6 +772,7 @@ def prefill_hopper_kernel(
         scale, inner: of scores to powers of 2, and of products to the argument of tanh; None: there
             is no cap.
         value_scale: what results are multiplied by.
+        ROW_SIZE: elements from one token's results to the next one's.
         STAGES: tiles of keys, and of values, that are loaded ahead.
         BUFFERS: units whose queries are.
         HEADS: KV heads whose items are computed at the same time.
@@ -819,8 +822,8 @@ def prefill_hopper_kernel(
     shared = (output, sinks, query_tiles, fields, tiles, query_barriers, barriers, numbers)
     gl.warp_specialize(
         [
-            (_attend, (shared, 0, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
-            (_attend, (shared, 1, NUM_KV_HEADS, GROUP, WINDOW, CAUSAL)),
+            (_attend, (shared, 0, ROW_SIZE, GROUP, WINDOW, CAUSAL)),
+            (_attend, (shared, 1, ROW_SIZE, GROUP, WINDOW, CAUSAL)),
             (
                 _fetch,
                 (

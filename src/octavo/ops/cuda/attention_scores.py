@@ -6,7 +6,7 @@ argument of None, and costs no instruction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -53,6 +53,14 @@ class KernelScores:
             None if sinks is None else sinks.weight.to(device, torch.float32) * LOG2_E,
             biases,
         )
+
+    def of_heads(self, begin: int, end: int) -> KernelScores:
+        """Of a part of the query heads."""
+        part = slice(begin, end)
+        slopes, sinks, biases = (
+            None if each is None else each[part] for each in (self.slopes, self.sinks, self.biases)
+        )
+        return replace(self, slopes=slopes, sinks=sinks, biases=biases)
 
     @property
     def need_distances(self) -> bool:
