@@ -21,6 +21,7 @@ from gpu_harness import make_engine, report
 from octavo import SamplingParams
 from octavo.engine.local_client import LocalClient
 from octavo.ops.cuda import attention, attention_work_items
+from octavo.ops.cuda.attention_prefill import PrefillTimes
 
 CACHED = [2048, 7600]
 NEW = [16, 128, 512]
@@ -31,7 +32,7 @@ ROUNDS = 7
 def unsplit() -> Iterator[None]:
     """No keys of prompts are split."""
     with (
-        patch.object(attention, "splits_are_faster", lambda *_: False),
+        patch.object(attention, "prefill_times", lambda *_: PrefillTimes(split=1.0, whole=0.0)),
         patch.object(attention_work_items, "MIN_PREFILL_SPLIT", 1 << 30),
     ):
         yield

@@ -22,7 +22,7 @@ from octavo.ops.cuda.attention_prefill import (
     PrefillSplits,
     prefill_attention,
     prefill_config,
-    splits_are_faster,
+    prefill_times,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items, prefill_places
@@ -322,8 +322,9 @@ def test_few_tokens_of_long_contexts_are_not_for_hopper(
     lens, contexts = np.array([new], np.int32), np.array([context], np.int32)
     seqs = Sequences(lens * 0, lens * 0, contexts, lens)
     arguments = seqs, window, group, config, at_once
-    assert splits_are_faster(*arguments, is_fp8=False) == of_16_bits
-    assert splits_are_faster(*arguments, is_fp8=True) == of_8_bits
+    for is_fp8, expected in ((False, of_16_bits), (True, of_8_bits)):
+        times = prefill_times(*arguments, is_fp8)
+        assert (times.split < times.whole) == expected
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,8 @@ def test_several_passes_of_few_tokens_are_not_for_hopper(
     config, lens = prefill_config(torch.bfloat16, 128, 4), np.array([new], np.int32)
     seqs = Sequences(lens * 0, lens * 0, np.array([context], np.int32), lens)
     at_once = SPLIT_PROGRAMS // 8
-    assert splits_are_faster(seqs, None, 4, config, at_once, True, num_passes) == expected
+    times = prefill_times(seqs, None, 4, config, at_once, True, num_passes)
+    assert (times.split < times.whole) == expected
 
 
 def test_what_is_for_hopper() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -32,6 +33,7 @@ from octavo.ops.cuda import (
     attention,
     attention_decode_cluster,
     attention_dequantized,
+    attention_prefill,
 )
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
@@ -217,6 +219,47 @@ def test_few_tokens_of_long_contexts_are_not_converted() -> None:
     assert plan((800, 3200)) == 2, "two heads at a time"
     assert plan((800, 3201)) == plan((800, 6400)) == 4, "one head at a time"
     assert not plan((800, 6401)), "not even one"
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_steps_with_long_prompts_are_not_captured(
+    is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured on an H200. On other GPUs they are, since there is one kernel for all."""
+    monkeypatch.setattr(attention, "SPLIT_PROGRAMS", attention_prefill.SPLIT_PROGRAMS)
+
+    def captures(
+        *sequences: tuple[int, int], windows: Sequence[int | None] = (None,), hopper: bool = True
+    ) -> bool:
+        """sequences: new tokens and contexts. windows: of layers that take turns."""
+        monkeypatch.setattr(attention, "is_on_hopper", lambda _: hopper)
+        scales = SCALES if is_fp8 else None
+        layers = [
+            LayerSpec(
+                i, 32, 8, 128, ScoreFunction(0.1), windows[i % len(windows)], kv_scales=scales
+            )
+            for i in range(6)
+        ]
+        dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+        cache = torch.empty((1, 1, 8, 2, 16, 128), dtype=dtype)
+        places = [LayerPlace(0, 0)] * len(layers)
+        backend = TritonBackend(layers, places, cache, 16, torch.bfloat16)
+        lens, contexts = (torch.tensor(each).int() for each in zip(*sequences, strict=True))
+        starts = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
+        return backend.captures(
+            AttentionBatch(lens, contexts, starts, torch.zeros(0).long(), [], [])
+        )
+
+    assert captures((2048, 2048))
+    assert captures((300, 4096), (1, 30_000)), "keys of a decode"
+    assert not captures((2048, 65_536))
+    assert not captures((2048, 65_536), (1, 30), (64, 64)), "beside innocent others"
+    assert captures((2048, 65_536), hopper=False)
+    assert captures((16, 131_072)), "keys of few tokens are split"
+    assert captures((1, 500_000), (1, 3)), "decodes"
+    assert captures((2048, 65_536), windows=[1024])
+    assert not captures((2048, 131_072), windows=[1024, 1024, None])
+    assert captures((512, 8192)) != is_fp8
 
 
 def interpreted(case: Case) -> ParameterSet:

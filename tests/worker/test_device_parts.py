@@ -182,7 +182,7 @@ def test_the_largest_step_finds_room_in_the_staging(
             cascade=[None, None],
         )
         backend.plan(attention)
-    capacity = DequantizedBlocks([1024], torch.bfloat16, DEVICE).capacity(num_seqs)
+    capacity = DequantizedBlocks(torch.bfloat16, DEVICE).capacity(num_seqs)
     for index in range(num_shapes):  # of an FP8 cache on a Hopper GPU
         name, spans = f"attention.spans.{index}", np.zeros(capacity, np.int32)
         staging.put(name, spans, capacity, part="tokens")

@@ -308,6 +308,26 @@ def test_a_step_has_the_kernels_that_its_contexts_choose(monkeypatch: pytest.Mon
     assert len({each for each in computed if each.mixed is None and each.size == 2}) == 2
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_backend_may_have_steps_that_no_graph_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Captured] = []
+    asked: list[int] = []
+
+    def captures(backend: triton_backend.TritonBackend, batch: AttentionBatch) -> bool:
+        asked.append(int(batch.context_lens.max()))
+        return asked[-1] <= 10
+
+    monkeypatch.setattr(Graphs, "run", noted(Graphs.run, computed))
+    monkeypatch.setattr(triton_backend.TritonBackend, "captures", captures)
+    overlapped, plain = engines_of(model_zoo.model_directory("llama3"), 40, "recompute")
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for length in (9, 21):
+        asks = [(prompt(length, 1), sampling)]
+        assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    assert asked == [9, 21], "of steps with prompts"
+    assert [each.mixed is not None for each in computed].count(True) == 1
+
+
 def noted(method: Callable[..., None], keys: list[Captured]) -> Callable[..., None]:
     """A method of Graphs, which notes the keys of steps."""
 

@@ -478,6 +478,15 @@ class ContinuingBackend(Protocol):
 
 
 @runtime_checkable
+class CapturedBackend(Protocol):
+    """What an AttentionBackend has, too, some of whose steps are faster without a graph."""
+
+    def captures(self, batch: AttentionBatch) -> bool:
+        """Whether a step with prompts, which is not padded yet, is to be computed by a graph if
+        there is one of its size."""
+
+
+@runtime_checkable
 class RoundingBackend(Protocol):
     """What an AttentionBackend has, too, that can round results for the projection after it."""
 

@@ -31,6 +31,7 @@ from octavo.models.config import ModelConfig
 from octavo.ops import (
     MOST_CONTINUED,
     AttentionBackend,
+    CapturedBackend,
     CascadeSegments,
     ContinuingBackend,
     LayerPlace,
@@ -158,6 +159,7 @@ class ModelRunner:
             backend_class, layers, places, self.kv_cache.blocks, block_size, dtype
         )
         self._continuing = self._backend if isinstance(self._backend, ContinuingBackend) else None
+        self._capturing = self._backend if isinstance(self._backend, CapturedBackend) else None
         vocab_size = model_config.vocab_size
 
         def library() -> ConstraintLibrary:
@@ -282,7 +284,10 @@ class ModelRunner:
         inputs = batch.model_input(plan, num_padding)
         attention = inputs.attention
         if captured is not None and captured.mixed is not None:
-            attention = replace(attention, padded=captured.mixed)
+            if self._capturing is None or self._capturing.captures(attention):
+                attention = replace(attention, padded=captured.mixed)
+            else:
+                captured = None
         input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
         kernels = self._backend.plan(attention)
         if captured is not None:

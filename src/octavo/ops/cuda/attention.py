@@ -11,6 +11,8 @@ else was tried.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,13 +50,15 @@ from octavo.ops.cuda.attention_decode import (
 from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks, DequantizedPrompts
 from octavo.ops.cuda.attention_prefill import (
+    KEY_SECONDS,
     SPLIT_PROGRAMS,
     HopperPrefillConfig,
     PrefillConfig,
     PrefillSplits,
+    PrefillTimes,
     prefill_attention,
     prefill_config,
-    splits_are_faster,
+    prefill_times,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import (
@@ -75,6 +79,10 @@ from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
 from octavo.ops.quantized import RoundedInputs, Rounding
+
+# Seconds that a layer's attention may take longer in a captured step: about what it takes the host
+# to launch a layer's kernels one by one.
+_MOST_LOST = 150e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +176,11 @@ class TritonBackend:
         self._dtype = dtype
         self._is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
         self._shared_memory = shared_memory(kv_cache.device)
-        self._hopper_shapes = {
-            shape for shape in self._shapes if self._is_for_hopper(shape, kv_cache.device)
+        num_layers = Counter(layer.shape for layer in self._layers.values())
+        self._hopper_shapes = {  # with the number of such layers
+            shape: num_layers[shape]
+            for shape in self._shapes
+            if self._is_for_hopper(shape, kv_cache.device)
         }
         self._cluster_shapes = {
             shape for shape in self._shapes if self._is_for_clusters(shape, kv_cache.device)
@@ -195,9 +206,18 @@ class TritonBackend:
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_kv_heads, 2, block_size, head_dim)
 
+    def captures(self, batch: AttentionBatch) -> bool:
+        """See CapturedBackend. In captured steps one kernel computes all prompts, which over long
+        contexts takes longer than that of Hopper GPUs."""
+        seqs, encoded = _sequences_of(batch)
+        chunks, lost = seqs.lens > 1, 0.0
+        for shape, num_layers in self._hopper_shapes.items():
+            times, _ = self._prefill_times(shape, shape.keys_of(seqs, encoded).select(chunks))
+            lost += num_layers * max(0.0, times.split - times.whole)
+        return lost * KEY_SECONDS < _MOST_LOST * len(self._layers)
+
     def plan(self, batch: AttentionBatch) -> Hashable:
-        seqs, encoder_lens = _sequences_of(batch), batch.encoder_lens
-        encoded = None if encoder_lens is None else seqs._replace(contexts=encoder_lens.numpy())
+        seqs, encoded = _sequences_of(batch)
         self._tables = list(batch.block_tables)
         self._cascades.clear()
         self._decodes.clear()
@@ -373,22 +393,29 @@ class TritonBackend:
     ) -> tuple[PrefillConfig | HopperPrefillConfig, DequantizedPrompts | None]:
         """By which kernel prompts are computed, and whether from blocks that are converted first.
         Captured steps, which are small, have one configuration for all contexts."""
-        config, dequantized = self._prefill_config(shape), None
+        config = self._prefill_config(shape)
         if is_captured or shape not in self._hopper_shapes:
             return config, None
-        if self._dequantized is not None:
-            sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
-            dequantized = self._dequantized.plan(seqs, *sizes, shape.window)
-            if dequantized is None:
-                return config, None
-        num_passes = 1 if dequantized is None else dequantized.num_passes
-        at_once = _prefills_at_once(shape)
-        if splits_are_faster(
-            seqs, shape.window, shape.group, config, at_once, self._is_fp8, num_passes
-        ):
+        times, dequantized = self._prefill_times(shape, seqs)
+        if times.split < times.whole:
             return config, None
         contexts = seqs.contexts.tolist()
         return HopperPrefillConfig.of(contexts, shape.window, shape.head_dim), dequantized
+
+    def _prefill_times(
+        self, shape: _Shape, seqs: Sequences
+    ) -> tuple[PrefillTimes, DequantizedPrompts | None]:
+        """What prompts take on a Hopper GPU, and how their blocks are converted first if the kernel
+        that does not split keys computes them over an FP8 cache."""
+        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+        fixed = seqs, shape.window, shape.group, config, at_once, self._is_fp8
+        if self._dequantized is None:
+            return prefill_times(*fixed), None
+        sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
+        dequantized = self._dequantized.plan(seqs, *sizes, shape.window)
+        if dequantized is None:
+            return prefill_times(*fixed)._replace(whole=math.inf), None
+        return prefill_times(*fixed, dequantized.num_passes), dequantized
 
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0
@@ -609,10 +636,15 @@ def _alignment(shape: _Shape, config: DecodeConfig | ClusterConfig) -> int:
     return tile_alignment(config.tile, shape.block_size)
 
 
-def _sequences_of(batch: AttentionBatch) -> Sequences:
+def _sequences_of(batch: AttentionBatch) -> tuple[Sequences, Sequences | None]:
+    """Sequences with the keys of layers that read their own, and of those that read the encoder's,
+    if there are any."""
     lens = batch.query_lens.numpy()
     rows = np.arange(len(lens), dtype=np.int32) if batch.rows is None else batch.rows.numpy()
-    return Sequences(batch.query_starts.numpy()[:-1], rows, batch.context_lens.numpy(), lens)
+    seqs = Sequences(batch.query_starts.numpy()[:-1], rows, batch.context_lens.numpy(), lens)
+    if batch.encoder_lens is None:
+        return seqs, None
+    return seqs, seqs._replace(contexts=batch.encoder_lens.numpy())
 
 
 def _renumbered(

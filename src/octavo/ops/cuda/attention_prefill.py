@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -58,9 +58,9 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
 SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
+KEY_SECONDS = 12e-9  # of a program of attention_prefill_hopper.py for a key; 22e-9 in heads of 256
 # What a program takes for a key, beside half as many rows as attention_prefill_hopper.py has, or as
-# many, and for a key of e4m3; and for adding up partial results: in keys of that kernel, each of
-# which takes an H200 10 to 22 ns.
+# many, and for a key of e4m3; and for adding up partial results: in keys of that kernel.
 _SPLIT_KEY_OF_HALF, _SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.7, 2.5, 1000
 
 
@@ -93,7 +93,14 @@ class HopperPrefillConfig:
         return cls(128 if is_long else 64)
 
 
-def splits_are_faster(
+class PrefillTimes(NamedTuple):
+    """What two kernels are estimated to take for the prompts of one layer, in KEY_SECONDS."""
+
+    split: float  # this module's, which splits keys
+    whole: float  # that of Hopper GPUs, which does not
+
+
+def prefill_times(
     seqs: Sequences,
     window: int | None,
     group: int,
@@ -101,16 +108,15 @@ def splits_are_faster(
     at_once: int,
     is_fp8: bool,
     num_passes: int = 1,
-) -> bool:
-    """Whether prompts have so few tokens over so many keys that this module's kernel, which splits
-    them, computes them sooner than that of Hopper GPUs.
+) -> PrefillTimes:
+    """Which of both kernels computes prompts sooner: few tokens over many keys are split.
 
-    config: of this kernel; at_once: see `prefill_items`; is_fp8: whether the cache is e4m3;
-    num_passes: of that kernel, each of which takes as long as its longest item.
+    config: of this module's kernel; at_once: see `prefill_items`; is_fp8: whether the cache is
+    e4m3; num_passes: of the other kernel, each of which takes as long as its longest item.
     """
-    visible = seqs.contexts.astype(np.int64)
+    visible = seqs.contexts.astype(np.int64) - seqs.lens // 2  # on average
     if window is not None:
-        visible = np.minimum(visible, window + seqs.lens)
+        visible = np.minimum(visible, window + np.minimum(seqs.lens, config.rows // group))
     own, other = (
         int((-(-seqs.lens * group // rows) * visible).sum()) / at_once
         for rows in (config.rows, HopperPrefillConfig.rows)
@@ -120,8 +126,8 @@ def splits_are_faster(
         of_key = _SPLIT_KEY_FLOAT8
     # Two programs share an SM. An item of no more than an even share is not split.
     longest = int(visible.max(initial=0))
-    taken = of_key * max(own / 2, min(own, longest), MIN_PREFILL_SPLIT) + _ADDED_UP
-    return taken < max(other, num_passes * longest)
+    share = max(own / 2, min(own, longest), MIN_PREFILL_SPLIT)
+    return PrefillTimes(of_key * share + _ADDED_UP, max(other, num_passes * longest))
 
 
 @cache
