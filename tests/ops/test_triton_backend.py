@@ -198,27 +198,25 @@ def test_few_tokens_of_long_contexts_are_not_converted() -> None:
     # 100 blocks of four KV heads of 32 find room.
     blocks = DequantizedBlocks(torch.bfloat16, torch.device("cpu"), room=100 << 13)
 
-    def plan(*sequences: tuple[int, int], window: int | None = None) -> int:
-        """In how many passes; 0: not."""
+    def passes(*sequences: tuple[int, int], window: int | None = None) -> int | None:
         lens, contexts = (np.array(each, np.int32) for each in zip(*sequences, strict=True))
         seqs = Sequences(lens.cumsum() - lens, np.arange(len(lens)), contexts, lens)
-        prompts = blocks.plan(seqs, 4, 32, 16, 4, window)
-        return 0 if prompts is None else prompts.num_passes
+        return blocks.num_passes(seqs, 4, 32, 16, 4, window)
 
-    assert plan((64, 1600)) == 1, "256 rows"
-    assert not plan((63, 1600))
-    assert plan((128, 256)) == 1, "2^17 rows and keys"
-    assert not plan((127, 256))
-    assert plan((800, 1601)) == 2, "more blocks than there is room for at once"
-    assert plan((800, 800), (800, 800)) == 1, "all of the room"
-    assert plan((800, 800), (800, 801)) == 2
-    assert plan((100, 1500), (1, 20)) == 1
-    assert not plan((100, 100), (1, 1000))
-    assert plan((800, 9000), window=700) == 1, "a window's blocks find room"
-    assert plan((800, 9000), window=900) == 2
-    assert plan((800, 3200)) == 2, "two heads at a time"
-    assert plan((800, 3201)) == plan((800, 6400)) == 4, "one head at a time"
-    assert not plan((800, 6401)), "not even one"
+    assert passes((64, 1600)) == 1, "256 rows"
+    assert not passes((63, 1600))
+    assert passes((128, 256)) == 1, "2^17 rows and keys"
+    assert not passes((127, 256))
+    assert passes((800, 1601)) == 2, "more blocks than there is room for at once"
+    assert passes((800, 800), (800, 800)) == 1, "all of the room"
+    assert passes((800, 800), (800, 801)) == 2
+    assert passes((100, 1500), (1, 20)) == 1
+    assert not passes((100, 100), (1, 1000))
+    assert passes((800, 9000), window=700) == 1, "a window's blocks find room"
+    assert passes((800, 9000), window=900) == 2
+    assert passes((800, 3200)) == 2, "two heads at a time"
+    assert passes((800, 3201)) == passes((800, 6400)) == 4, "one head at a time"
+    assert not passes((800, 6401)), "not even one"
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

@@ -396,26 +396,27 @@ class TritonBackend:
         config = self._prefill_config(shape)
         if is_captured or shape not in self._hopper_shapes:
             return config, None
-        times, dequantized = self._prefill_times(shape, seqs)
+        times, num_passes = self._prefill_times(shape, seqs)
         if times.split < times.whole:
             return config, None
+        dequantized = None
+        if self._dequantized is not None:
+            dequantized = self._dequantized.plan(seqs, num_passes, shape.block_size, shape.window)
         contexts = seqs.contexts.tolist()
         return HopperPrefillConfig.of(contexts, shape.window, shape.head_dim), dequantized
 
-    def _prefill_times(
-        self, shape: _Shape, seqs: Sequences
-    ) -> tuple[PrefillTimes, DequantizedPrompts | None]:
-        """What prompts take on a Hopper GPU, and how their blocks are converted first if the kernel
-        that does not split keys computes them over an FP8 cache."""
-        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+    def _prefill_times(self, shape: _Shape, seqs: Sequences) -> tuple[PrefillTimes, int]:
+        """What prompts take on a Hopper GPU, and in how many passes the kernel that does not split
+        keys computes them."""
+        config, at_once, num_passes = self._prefill_config(shape), _prefills_at_once(shape), 1
         fixed = seqs, shape.window, shape.group, config, at_once, self._is_fp8
-        if self._dequantized is None:
-            return prefill_times(*fixed), None
-        sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
-        dequantized = self._dequantized.plan(seqs, *sizes, shape.window)
-        if dequantized is None:
-            return prefill_times(*fixed)._replace(whole=math.inf), None
-        return prefill_times(*fixed, dequantized.num_passes), dequantized
+        if self._dequantized is not None:
+            sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
+            found = self._dequantized.num_passes(seqs, *sizes, shape.window)
+            if found is None:
+                return prefill_times(*fixed)._replace(whole=math.inf), 0
+            num_passes = found
+        return prefill_times(*fixed, num_passes), num_passes
 
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0

@@ -8,7 +8,7 @@ share, and attends to them there: all KV heads together, or, over long contexts,
 as find room. Every e4m3 number is one of float16 and of bfloat16, so nothing is
 rounded; scales are those of the scores and of the results.
 
-It pays where enough tokens of a sequence read its keys together, which `plan` decides. Other
+It pays where enough tokens of a sequence read its keys together, which `num_passes` decides. Other
 prompts have the kernel of attention_prefill.py, which converts tiles.
 """
 
@@ -57,7 +57,7 @@ class DequantizedBlocks:
         self._room = torch.empty(room // dtype.itemsize, dtype=dtype, device=device)
         self._numbers = torch.arange(_MOST_BLOCKS, dtype=torch.int32, device=device)[:, None]
 
-    def plan(
+    def num_passes(
         self,
         seqs: Sequences,
         num_kv_heads: int,
@@ -65,19 +65,15 @@ class DequantizedBlocks:
         block_size: int,
         group: int,
         window: int | None,
-    ) -> DequantizedPrompts | None:
-        """How a step's prompts are computed from converted blocks; None: not, because too few
-        tokens read them, or not even one KV head finds room.
+    ) -> int | None:
+        """In how many passes a step's prompts are computed from converted blocks; None: they are
+        not, because too few tokens read them, or not even one KV head finds room.
 
         Args:
             group: query heads per KV head.
         """
-        firsts = np.zeros_like(seqs.contexts)
-        if window is not None:
-            firsts = np.maximum(seqs.contexts - seqs.lens - window + 1, 0) // block_size
-        contexts = seqs.contexts - firsts * block_size
+        _, contexts, counts = _visible(seqs, block_size, window)
         work = int((contexts.astype(np.int64) * seqs.lens).sum()) * group
-        counts = -(-contexts // block_size)
         if work < max(_LEAST_ROWS * int(contexts.sum()), _LEAST_WORK):
             return None
         num_blocks = int(counts.sum())
@@ -86,6 +82,13 @@ class DequantizedBlocks:
             return None
         most = min(find_room, num_kv_heads)
         at_once = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
+        return num_kv_heads // at_once
+
+    def plan(
+        self, seqs: Sequences, num_passes: int, block_size: int, window: int | None
+    ) -> DequantizedPrompts:
+        """How they are computed in so many passes."""
+        firsts, contexts, counts = _visible(seqs, block_size, window)
         starts = starts_of(counts).astype(np.int32)
         seq, number = parts_of(-(-counts // _SPAN))
         first = number * _SPAN
@@ -95,7 +98,7 @@ class DequantizedBlocks:
         spans[:, 2] = np.minimum(counts.take(seq) - first, _SPAN)
         spans[:, 3] = starts.take(seq) + first
         seqs = seqs._replace(rows=starts, contexts=contexts)
-        return DequantizedPrompts(seqs, spans, num_kv_heads // at_once)
+        return DequantizedPrompts(seqs, spans, num_passes)
 
     def capacity(self, max_num_seqs: int) -> int:
         """Numbers that say which spans a step of so many sequences has."""
@@ -132,6 +135,15 @@ class DequantizedBlocks:
             **launch_options(layer_cache.device),
         )
         return blocks, self._numbers
+
+
+def _visible(seqs: Sequences, block_size: int, window: int | None) -> tuple[Int32s, Int32s, Int32s]:
+    """Of each sequence, the first block that a new token sees, tokens from there on, and blocks."""
+    firsts = np.zeros_like(seqs.contexts)
+    if window is not None:
+        firsts = np.maximum(seqs.contexts - seqs.lens - window + 1, 0) // block_size
+    contexts = seqs.contexts - firsts * block_size
+    return firsts, contexts, -(-contexts // block_size)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
