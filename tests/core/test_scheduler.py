@@ -788,6 +788,22 @@ def test_what_a_prompt_has_spoilt_before_it_fails_is_computed_again(kind: str, d
     assert (late.error, late.num_cached_tokens) == (None, 8), "what is cached now is sound"
 
 
+def test_a_spoilt_block_that_prompts_copy_in_part_fails_only_the_first_of_them() -> None:
+    """A prompt that was aborted before its logits were known has left it behind."""
+    world = World(num_blocks=40, max_num_batched_tokens=8)
+    world.add("wrong", prompt=[1] * 6 + [HARMFUL] + [2] * 20)
+    world.step()
+    world.scheduler.abort("wrong")
+    # In the order of tokens, the block of the aborted prompt is the neighbour of each next one.
+    requests = []
+    for token in (30, 20, 10):
+        requests.append(world.add(f"r{token}", prompt=[1] * 6 + [token, 2, 2]))
+        world.run()
+    assert [request.error for request in requests] == [None] * 3
+    assert [request.avoids_cache for request in requests] == [True, False, False]
+    assert [request.num_cached_tokens for request in requests] == [0, 6, 6]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", ["sample", "samples", "beams"])
 def test_what_is_spoilt_while_a_request_is_preempted_costs_it_nothing(

@@ -49,6 +49,8 @@ class SpoiltWorld:
             if world.scheduler.requests:
                 world.step()
         world.run()
+        while world.under_way:  # of requests that have ended
+            world.step()
         for name in list(world.kv.pins):
             world.kv.unpin(name)
         assert world.kv.pool.num_held == 0

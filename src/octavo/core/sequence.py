@@ -33,6 +33,7 @@ class Sequence:
 
     __slots__ = (
         "branch_at",
+        "copied_from",
         "cumulative_logprob",
         "finish_reason",
         "last_logprobs",
@@ -64,6 +65,8 @@ class Sequence:
         self.num_pending = 0  # tokens being sampled by steps in flight
         self.table: BlockTable | None = None  # None while no block is held
         self.prefix_nodes: list[PrefixNode] = []  # hashes of the leading full blocks
+        # The cached prefix at whose end it started, where that is not its own to the end.
+        self.copied_from: PrefixNode | None = None
         self.last_logprobs: TokenLogprobs | None = None  # of the newest token, if requested
         self.cumulative_logprob = 0.0
         self.score: float | None = None  # beam search: length-penalised

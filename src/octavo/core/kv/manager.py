@@ -277,10 +277,12 @@ class KVCacheManager:
 
     def forget(self, seq: Sequence) -> None:
         """Remove the blocks of a sequence's prefix and of its encoder input from the prefix cache,
-        no matter which sequence computed them, except pinned ones, which were verified when they
-        were pinned."""
+        and those of which it has copied the beginning, no matter which sequence computed them,
+        except pinned ones, which were verified when they were pinned."""
         for node in [*seq.prefix_nodes, *self._prefixes.tails_of(seq)]:
             self._forget_prefix(node, self.pinned)
+        if seq.copied_from is not None:
+            self._forget_prefix(seq.copied_from, self.pinned)
         if seq.request.encoder_node is not None:
             for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
                 self.pool.forget_cached(block_id)
@@ -361,6 +363,7 @@ class KVCacheManager:
                     table.block_ids[group].append(destination)
         seq.table = table
         seq.num_computed_tokens = hit.num_tokens
+        seq.copied_from = hit.source
         for group in self._windowed:
             table.num_dropped[group] = hit.block_ids[group].count(NULL_BLOCK)
         self._leave_behind(table, hit.num_tokens)  # the copied tokens may have moved a window on
@@ -397,7 +400,7 @@ class KVCacheManager:
             ids[: num_tokens // size]
             for ids, size in zip(hit.block_ids, self.block_sizes, strict=True)
         ]
-        return replace(hit, num_tokens=num_tokens, block_ids=block_ids, partial=None)
+        return replace(hit, num_tokens=num_tokens, block_ids=block_ids, partial=None, source=None)
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
         """How many free blocks a sequence needs until all its `num_tokens` are computed."""

@@ -42,6 +42,7 @@ class PrefixHit:
     # The hit ends inside a block: these blocks, one per group, are to be copied; the null block
     # where a group's blocks end there.
     partial: list[int] | None = None
+    source: PrefixNode | None = None  # the prefix that these hold
     # The key of the next block, if another running request is computing it.
     awaited: bytes | None = None
     # There were too many blocks to hash for one lookup: the next lookup continues.
@@ -380,6 +381,7 @@ class PrefixMatcher:
         if source is None:
             return
         hit.num_tokens += best
+        hit.source = source.node
         hit.partial = [NULL_BLOCK] * len(self._specs)
         for group, (places, size) in enumerate(zip(self._places, self._block_sizes, strict=True)):
             num_whole, num_copied = divmod(best, size)
