@@ -451,6 +451,30 @@ def test_objects_may_have_many_optional_properties() -> None:
         assert constraint.matcher.is_accepting()
 
 
+def test_a_grammar_goes_on_however_many_outputs_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share a lexer, whose states are never given back: other outputs must not
+    end an output, nor what begins after them."""
+    monkeypatch.setattr(guidance, "MAX_STATES", 400)
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
+    grammar = Grammar("regex", "[ab]*a[ab]{24}")  # each output needs states of its own
+    library.check(grammar)
+    letters = library._tokenizer.tokenize_str("ab")
+    rng, words = np.random.default_rng(0), np.empty((1, num_words(320)), np.int32)
+    for _ in range(30):
+        new_ids: list[list[int]] = [[], []]
+        constraints = [library.compile(grammar).fork() for _ in new_ids]
+        for _ in range(40):
+            for constraint, new in zip(constraints, new_ids, strict=True):
+                filled = library.fill([constraint], [new], [0], words).result()
+                assert not filled.errors
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+                assert np.flatnonzero(bits).tolist() == sorted(letters)
+                assert filled.is_accepting[0] == (constraint.token_ids[-25:-24] == letters[:1])
+            new_ids = rng.choice(letters, (2, 1)).tolist()
+    for _ in range(8):
+        library.check(grammar, rng.choice(letters, 200).tolist())
+
+
 def test_schemas_that_recurse_to_an_end_are_accepted(llm: LLM) -> None:
     tree = {
         "type": "object",

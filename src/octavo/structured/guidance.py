@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -73,10 +73,14 @@ MAX_WAYS = 4_500
 # grammar allows, not counting those that it forces.
 NUM_TRIED_TOKENS = 16
 MAX_FORCED_TOKENS = 1_024  # that are written on the way
+# States of the lexer of a matcher and its copies, which share it: they are made as outputs need
+# them, and never given back. Beyond so many, no copy can go on, and it is given a new matcher.
+MAX_STATES = 250_000
 # What a tried output would rather go on with: it comes to the parts of objects and lists early.
 _OPENING = (b"{", b"[", b'"', b"}", b"]")
 # What is said of a limit. Other errors say that no token is left, which may be so here only.
 _ABOUT_LIMITS = re.compile("max is|limit|too (many|complex)", re.IGNORECASE)
+_OUT_OF_STATES = "too many states"
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -127,12 +131,20 @@ class Pace:
 class GuidanceConstraint:
     """See TokenConstraint."""
 
-    __slots__ = ("matcher", "pace")
+    __slots__ = ("grammar", "matcher", "pace", "token_ids")
 
-    def __init__(self, matcher: LLMatcher, pace: Pace) -> None:
-        """`pace`: the same for copies of one matcher."""
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, pace: Pace, token_ids: Sequence[int] = ()
+    ) -> None:
+        """
+        Args:
+            pace: the same for copies of one matcher.
+            token_ids: what was accepted.
+        """
+        self.grammar = grammar
         self.matcher = matcher
         self.pace = pace
+        self.token_ids = list(token_ids)
 
     @property
     def company(self) -> Company:
@@ -140,16 +152,24 @@ class GuidanceConstraint:
             return "none"
         return "new" if self.pace.trial.num_masks < NUM_TRIED else "quick"
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether it cannot go on, because of what it and its copies have accepted together."""
+        return self.matcher.is_error() and _OUT_OF_STATES in self.matcher.get_error()
+
     def accept(self, token_ids: Sequence[int]) -> str:
+        self.token_ids += token_ids
         if self.matcher.consume_tokens(list(token_ids)):
             return ""
         return _message(self.matcher.get_error())
 
     def rollback(self, num_tokens: int) -> None:
+        del self.token_ids[len(self.token_ids) - num_tokens :]
         self.matcher.rollback(num_tokens)
 
     def fork(self) -> GuidanceConstraint:
-        return GuidanceConstraint(self.matcher.deep_copy(), self.pace)
+        matcher = self.matcher.deep_copy()
+        return GuidanceConstraint(self.grammar, matcher, self.pace, self.token_ids)
 
 
 @dataclass(slots=True)
@@ -164,27 +184,39 @@ class GuidanceFilling:
     words: Words  # the caller's, perhaps the same
     end_ids: Sequence[int]
     vocab_size: int
+    renew: Callable[[GuidanceConstraint], bool]  # see Guidance
     busy: set[int] = field(default_factory=set)  # with which constraints, at the last look
 
     def result(self) -> Filled:
         self._wait()
         masks, words, places = self.masks, self.words, self.places
         unsigned = masks.view(np.uint32)
-        end = self.end_ids[0]
-        accepts = (unsigned[places, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
+        accepts = self._accepts()
+        for i in np.flatnonzero(accepts).tolist():  # after an error, the mask is that of the end
+            if self.renew(self.constraints[i]):
+                mask = masks[places[i]]
+                matcher = self.constraints[i].matcher
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                accepts = self._accepts()
         for token_id in self.end_ids:
-            unsigned[places, token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
+            unsigned[places, token_id // WORD_BITS] &= ~_bit(token_id)
         if masks is not words:
             words[places] = masks[places, : words.shape[1]]
         beyond = self.vocab_size % WORD_BITS
         if beyond:
             words.view(np.uint32)[places, -1] &= np.uint32((1 << beyond) - 1)
         errors = {}
-        for i in np.flatnonzero(accepts).tolist():  # after an error, the mask is that of the end
+        for i in np.flatnonzero(accepts).tolist():
             matcher = self.constraints[i].matcher
             if matcher.is_error():
                 errors[i] = _message(matcher.get_error())
-        return Filled(accepts.astype(np.bool_), errors)
+        return Filled(accepts, errors)
+
+    def _accepts(self) -> NDArray[np.bool_]:
+        """Whether each output may end here."""
+        end, masks = self.end_ids[0], self.masks.view(np.uint32)
+        found: NDArray[np.bool_] = masks[self.places, end // WORD_BITS] & _bit(end) > 0
+        return found
 
     def note_late(self) -> None:
         """See Filling.note_late. Slow are those masks that are being computed twice in a row, when
@@ -266,9 +298,13 @@ class Guidance:
             if known is not None:
                 self._compiled.move_to_end(grammar)
                 num = len(known.constraints)
-                if num >= most or known.seconds > MAX_REPEATED_SECONDS:
+                if num >= most or (num and known.seconds > MAX_REPEATED_SECONDS):
                     known.num_uses += 1
                     return known.constraints[known.num_uses % num]
+        return self._compile_again(grammar)
+
+    def _compile_again(self, grammar: Grammar) -> GuidanceConstraint:
+        """Compile a grammar, and keep the result for other outputs, too."""
         self.load(grammar.field)
         began = perf_counter()
         compiled = self._compile(grammar)
@@ -286,12 +322,41 @@ class Guidance:
         """Raises InvalidRequest if a grammar cannot be enforced, or if the tokens `begun` are not
         the beginning of an output that it allows."""
         constraint = self.compile(grammar)
-        reason = self._limit_met(constraint.fork().matcher)
+        trial, beginning = constraint.fork(), constraint.fork()
+        reason = self._limit_met(trial.matcher)
+        if reason and self.renew(trial):
+            reason = self._limit_met(trial.matcher)
         if reason:
             raise InvalidRequest(grammar.field, f"it is beyond the library's limits: {reason}")
-        reason = constraint.fork().accept(begun) if begun else ""
+        reason = beginning.accept(begun) if begun else ""
+        if reason and self.renew(beginning):
+            reason = _message(beginning.matcher.get_error())
         if reason:
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
+
+    def renew(self, constraint: GuidanceConstraint) -> bool:
+        """Give a constraint that is spent a matcher whose lexer is not full of states that other
+        outputs have needed. False if it is not spent."""
+        if not constraint.is_spent:
+            return False
+        for find in (self.compile, self._compile_again):  # others may be about as full
+            self._drop(constraint)
+            fresh = find(constraint.grammar).fork()
+            fresh.accept(constraint.token_ids)
+            fresh.matcher.compute_bitmask()
+            constraint.matcher, constraint.pace = fresh.matcher, fresh.pace
+            if not fresh.is_spent:
+                break
+        return True
+
+    def _drop(self, constraint: GuidanceConstraint) -> None:
+        """Let no other outputs begin with the matcher of which a constraint has a copy."""
+        with self._lock:
+            known = self._compiled.get(constraint.grammar)
+            if known is not None:
+                known.constraints = [
+                    each for each in known.constraints if each.pace is not constraint.pace
+                ]
 
     def fill(
         self,
@@ -315,6 +380,8 @@ class Guidance:
         order = np.argsort(numbers, kind="stable")
         company = constraints[0].company
         masks[where, 0] = UNWRITTEN
+        for constraint, new_ids in zip(constraints, token_ids, strict=True):
+            constraint.token_ids += new_ids
         if company == "none":
             assert len(constraints) == 1, "nobody waits for it"
             future = self._compute_apart(constraints[0], token_ids[0], masks[places[0]])
@@ -333,7 +400,7 @@ class Guidance:
             future = self._compute(pairs, masks, is_new=company == "new")
         return GuidanceFilling(
             *(future, constraints, order, where, masks, words),
-            *(self._end_ids, self._vocab_size),
+            *(self._end_ids, self._vocab_size, self.renew),
         )
 
     def _compute(
@@ -470,7 +537,9 @@ class Guidance:
         if len(parts) > 1:
             schema = None  # which of them is meant is not known
         text = json.dumps({"grammars": grammars})
-        limits = LLParserLimits(max_items_in_row=MAX_WAYS, verbose_errors=False)
+        limits = LLParserLimits(
+            max_items_in_row=MAX_WAYS, max_lexer_states=MAX_STATES, verbose_errors=False
+        )
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits are met only here
@@ -478,7 +547,7 @@ class Guidance:
             message = _message(matcher.get_error())
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
-        return GuidanceConstraint(matcher, Pace(next(self._numbers)))
+        return GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:
@@ -510,6 +579,11 @@ def constraint_library(
     processes share, except one for the steps that are prepared meanwhile; see Guidance."""
     num_threads = max(1, min(MAX_THREADS, num_cpus() // num_sharers - 1))
     return Guidance(path, vocab_size, eos_ids, num_threads)
+
+
+def _bit(token_id: int) -> np.uint32:
+    """A token's bit in its word of a mask."""
+    return np.uint32(1 << token_id % WORD_BITS)
 
 
 def _message(text: str) -> str:
