@@ -16,10 +16,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import tokenizers
 
+from octavo.added_tokens import complete, special_tokens
 from octavo.errors import ModelError, shown
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
-from octavo.json_fields import Fields, is_text, read_optional_json
+from octavo.json_fields import Fields, read_optional_json
 from octavo.sentencepiece import find_tokenizer
 
 DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
@@ -49,8 +50,8 @@ class ModelFiles(Protocol):
         """None: the model has none. Raises ModelError if it is broken."""
 
     def tokenizer_source(self) -> str | None:
-        """What other libraries read the tokenizer from: the name of a tokenizer.json, or what would
-        be in it. None: the model has no tokenizer, or one that they do not read."""
+        """What other libraries read the tokenizer from: what a whole tokenizer.json would hold.
+        None: the model has no tokenizer, or one that they do not read."""
 
     def describe(self, weights: bool = True) -> dict[str, str]:
         """What tells whether two paths hold the same model, without reading the weights.
@@ -98,6 +99,7 @@ class ModelDirectory:
             except Exception as error:  # the library raises nothing more precise
                 raise ModelError(f"{file} cannot be read: {error}") from error
             _check_post_processor(file, backend)
+            complete(backend, self.path)
         else:
             found = find_tokenizer(self.path)
             if found is None:
@@ -107,7 +109,7 @@ class ModelDirectory:
         class_name = config.get("tokenizer_class", None)
         return TokenizerFiles(
             backend,
-            _special_tokens(config),
+            special_tokens(config, self.path),
             _chat_template(self.path, config),
             class_name if isinstance(class_name, str) else DEFAULT_CLASS,
             config.get("response_template", None),
@@ -116,8 +118,8 @@ class ModelDirectory:
     def tokenizer_source(self) -> str | None:
         """See ModelFiles.tokenizer_source. Those of SentencePiece are not built for it, which takes
         seconds: llguidance refuses vocabularies that mark spaces and have no bytes."""
-        file = self.path / "tokenizer.json"
-        return str(file) if file.is_file() else None
+        read = self.tokenizer() if (self.path / "tokenizer.json").is_file() else None
+        return None if read is None else read.backend.to_str()
 
     def describe(self, weights: bool = True) -> dict[str, str]:
         """See ModelFiles.describe."""
@@ -206,15 +208,3 @@ def _chat_template(directory: Path, config: Fields) -> str | None:
     if template is not None and not isinstance(template, str):
         raise config.error("chat_template", "it must be a template or a list of named templates")
     return template
-
-
-def _special_tokens(config: Fields) -> dict[str, str]:
-    """Every "..._token" of tokenizer_config.json; a token is a string or an object."""
-    tokens = {}
-    for role, value in config.values.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if role.endswith("_token") and isinstance(content, str):
-            if not is_text(content):
-                raise config.error(role, "it is not valid text")
-            tokens[role] = content
-    return tokens

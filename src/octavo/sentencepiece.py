@@ -33,6 +33,7 @@ from tokenizers import (
     processors,
 )
 
+from octavo.added_tokens import described_tokens, older_tokens
 from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields, is_text, read_json, read_optional_json
 
@@ -177,8 +178,9 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
     Raises ModelError if one would not get the id that its file says.
     """
     config = read_optional_json(directory / "tokenizer_config.json")
-    is_new = config.get("added_tokens_decoder", None) is not None
-    ids = _described_tokens(config) if is_new else _older_tokens(config, directory)
+    ids = described_tokens(config, normalized=False)
+    if ids is None:
+        ids = older_tokens(config, directory, normalized=False)
     size = tokenizer.get_vocab_size()
     for token, number in sorted(ids.items(), key=lambda item: item[1]):
         known = tokenizer.token_to_id(token.content)
@@ -189,43 +191,6 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
             )
         size += known is None
     tokenizer.add_tokens(sorted(ids, key=lambda token: ids[token]))
-
-
-def _described_tokens(config: Fields) -> dict[AddedToken, int]:
-    """Those that tokenizer_config.json describes, with their ids."""
-    decoder, ids = config.part("added_tokens_decoder"), {}
-    for number in decoder.values:
-        fields = decoder.part(number)
-        if not (number.isascii() and number.isdecimal() and len(number) < 10):
-            raise ModelError(f"{decoder.where}: {shown(number)} is no token id")
-        names = ("special", "lstrip", "rstrip", "single_word")
-        flags = {name: fields.flag(name, False) for name in names}
-        ids[_added_token(fields, fields.get("content"), **flags)] = int(number)
-    return ids
-
-
-def _older_tokens(config: Fields, directory: Path) -> dict[AddedToken, int]:
-    """Those of added_tokens.json, with their ids. The ones that have a role are special."""
-    roles = config.values | read_optional_json(directory / "special_tokens_map.json").values
-    lists = [value if isinstance(value, list) else [value] for value in roles.values()]
-    special = [
-        each.get("content") if isinstance(each, dict) else each for some in lists for each in some
-    ]
-    file, ids = read_optional_json(directory / "added_tokens.json"), {}
-    for text, number in file.values.items():
-        if type(number) is not int:
-            raise ModelError(
-                f"{file.where}: {shown(text)} is {shown(number)}, which is no token id"
-            )
-        ids[_added_token(file, text, special=text in special)] = number
-    return ids
-
-
-def _added_token(fields: Fields, text: object, **flags: bool) -> AddedToken:
-    """Raises ModelError if the token cannot be in a text."""
-    if not is_text(text) or not text:
-        raise ModelError(f"{fields.where}: the added token {shown(text)} is not valid text")
-    return AddedToken(str(text), normalized=False, **flags)
 
 
 def read_pieces(path: Path) -> PieceModel:

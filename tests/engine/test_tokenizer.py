@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 import model_zoo
 from octavo.engine.tokenizer import Detokenizer, Room, Tokenizer
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
+from octavo.model_files import open_files
 
 TEXT = "Grüße aus 東京: 😀, 👩‍🚀 and naïve façades; the quick brown fox. π≈3\n\n\ttab  two spaces"
 
@@ -142,6 +143,84 @@ def test_added_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(tmp_path)
     ids = tokenizer.encode("say two words 東京")
     assert "".join(stream(tokenizer.detokenizer(), ids)) == "say two words 東京"
+
+
+NEW_ID = 320  # the first one that model_zoo's tokenizer has no token for
+# What stands beside a tokenizer.json -> the files.
+BESIDE: dict[str, dict[str, Any]] = {
+    "described": {
+        "tokenizer_config": {
+            "added_tokens_decoder": {
+                str(NEW_ID + 1): {"content": "<sep>", "special": True, "normalized": False},
+                str(NEW_ID): {"content": "<hl>", "lstrip": True, "rstrip": True},
+                "1": {"content": "<eos>", "lstrip": True, "special": True},
+            },
+            "pad_token": "[PAD]",
+        },
+        "special_tokens_map": {"sep_token": "<unread>"},
+    },
+    "older": {
+        "added_tokens": {"<sep>": NEW_ID + 1, "<hl>": NEW_ID},
+        "special_tokens_map": {"sep_token": "<sep>", "pad_token": {"content": "[PAD]"}},
+    },
+    "roles": {
+        "tokenizer_config": {
+            "image_token": "<hl>",
+            "pad_token": {"__type": "AddedToken", "content": "[PAD]", "rstrip": True},
+            "additional_special_tokens": ["<sep>"],
+            "unk_token": None,
+        }
+    },
+    "named": {"tokenizer_config": {"extra_special_tokens": {"image_token": "<hl>"}}},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_tokens_that_tokenizer_json_lacks_equal_transformers(tmp_path: Path, name: str) -> None:
+    source = model_zoo.model_directory("gpt2")
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((source / file).read_bytes())
+    of_no_model = {"tokenizer_class": "PreTrainedTokenizerFast"}  # GPT-2's has tokens of its own
+    config = of_no_model | BESIDE[name].get("tokenizer_config", {})
+    files = BESIDE[name] | {"tokenizer_config": config}
+    for file, fields in files.items():
+        (tmp_path / f"{file}.json").write_text(json.dumps(fields))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("The  <hl> quick <eos><sep> fox[PAD] , <unread> dog")
+    assert ids == reference.encode("The  <hl> quick <eos><sep> fox[PAD] , <unread> dog")
+    assert NEW_ID in ids
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    roles = {role: str(token) for role, token in reference.special_tokens_map.items()}
+    assert tokenizer.special_tokens == {
+        role: token for role, token in roles.items() if role.endswith("_token")
+    }
+    source_text = open_files(tmp_path).tokenizer_source()  # what llguidance reads
+    assert source_text is not None
+    assert tokenizers.Tokenizer.from_str(source_text).get_vocab_size() == len(reference)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("tokenizer_config", {"added_tokens_decoder": {"320": {"content": 3}}}, "token 3 is not"),
+        (
+            "tokenizer_config",
+            {"added_tokens_decoder": {"320": {"content": "x", "lstrip": 1}}},
+            "added_tokens_decoder: 320: lstrip is 1; it must be true or false",
+        ),
+        ("added_tokens", {"<hl>": "320"}, "added_tokens.json: '<hl>' is '320', which is no token"),
+        ("special_tokens_map", {"eos_token": "\ud800"}, "eos_token is .*; it is not valid text"),
+    ],
+)
+def test_added_tokens_that_are_none(
+    tmp_path: Path, file: str, fields: dict[str, object], message: str
+) -> None:
+    source = model_zoo.model_directory("gpt2") / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
+    (tmp_path / f"{file}.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_special_tokens_are_skipped_on_request(byte_level: Tokenizer) -> None:
