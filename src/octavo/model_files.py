@@ -34,6 +34,7 @@ class TokenizerFiles(NamedTuple):
     chat_template: str | None  # its source
     class_name: str = DEFAULT_CLASS  # the class of transformers that reads the same files
     response_template: object = None  # how the model writes its answers, if the files say so
+    tool_template: str | None = None  # of conversations with tools, where it is another
 
 
 class ModelFiles(Protocol):
@@ -106,13 +107,15 @@ class ModelDirectory:
                 return None
             backend = found
         config = read_optional_json(self.path / "tokenizer_config.json")
+        templates = _chat_templates(self.path, config)
         class_name = config.get("tokenizer_class", None)
         return TokenizerFiles(
             backend,
             special_tokens(config, self.path),
-            _chat_template(self.path, config),
+            templates.get("default"),
             class_name if isinstance(class_name, str) else DEFAULT_CLASS,
             config.get("response_template", None),
+            templates.get("tool_use"),
         )
 
     def tokenizer_source(self) -> str | None:
@@ -145,7 +148,12 @@ class GgufModel:
         read = read_tokenizer(read_gguf(self.path))
         if read is None:
             return None
-        return TokenizerFiles(read.backend, read.special_tokens, read.chat_template)
+        return TokenizerFiles(
+            read.backend,
+            read.special_tokens,
+            read.chat_template,
+            tool_template=read.tool_template,
+        )
 
     def tokenizer_source(self) -> str | None:
         """See ModelFiles.tokenizer_source."""
@@ -189,22 +197,36 @@ def _check_post_processor(file: Path, backend: tokenizers.Tokenizer) -> None:
                 raise ModelError(f"{file}: post_processor has no {shown(token)} in special_tokens")
 
 
-def _chat_template(directory: Path, config: Fields) -> str | None:
-    """chat_template.jinja, else chat_template in tokenizer_config.json, else None.
+def _chat_templates(directory: Path, config: Fields) -> dict[str, str]:
+    """Name -> source, of the names that transformers takes by itself: "default", and "tool_use" for
+    conversations with tools.
 
-    The field may hold several named templates; the one called "default" is used.
+    Files come before chat_template in tokenizer_config.json, which may hold several named ones.
     """
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-    template = config.get("chat_template", None)
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        defaults = [entry for entry in entries if entry.get("name") == "default"]
-        template = defaults[-1].get("template") if defaults else None
-    if template is not None and not isinstance(template, str):
-        raise config.error("chat_template", "it must be a template or a list of named templates")
-    return template
+    templates = config.get("chat_template", None)
+    named: dict[object, object] = {"default": templates}
+    if isinstance(templates, list):
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    files = {
+        "default": directory / "chat_template.jinja",
+        "tool_use": directory / "additional_chat_templates" / "tool_use.jinja",
+    }
+    if any(file.is_file() for file in files.values()):
+        named = {"default": named.get("default")}
+    found = {}
+    for name, file in files.items():
+        source = named.get(name)
+        if file.is_file():
+            try:
+                source = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelError(f"{file} cannot be read: {error}") from error
+        if source is None:
+            continue
+        if not isinstance(source, str):
+            raise config.error(
+                "chat_template", "it must be a template or a list of named templates"
+            )
+        found[name] = source
+    return found

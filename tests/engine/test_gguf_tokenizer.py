@@ -103,6 +103,10 @@ def test_byte_level_bpe(byte_level: tuple[Backend, Fields], tmp_path: Path) -> N
         assert tokenizer.decode(ids) == backend.decode(ids)
     assert tokenizer.special_tokens["eos_token"] == "<eos>"
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]).startswith("<bos><user>hi")
+    tools = {"tokenizer.chat_template.tool_use": "tools {{ tools | length }}"}
+    tokenizer = Tokenizer.find(write(tmp_path / "tools.gguf", metadata | tools))
+    assert tokenizer is not None
+    assert tokenizer.render_chat([], tools=[{}]) == "tools 1"
 
 
 def test_sentencepiece(sentencepiece: tuple[Backend, Fields], tmp_path: Path) -> None:

@@ -546,8 +546,31 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("file")
     assert Tokenizer.from_directory(tmp_path).render_chat([]) == "file"
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match="chat_template is 3; it must be a template"):
-        with_template(tmp_path, 3)
+    for wrong in (3, [{"name": "tool_use", "template": 3}]):
+        with pytest.raises(ModelError, match=r"chat_template is .*3.*; it must be a template"):
+            with_template(tmp_path, wrong)
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "function", "function": {"name": "f"}}]])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_template_for_tools(
+    tmp_path: Path, in_files: bool, tools: list[dict[str, Any]] | None
+) -> None:
+    by_name = {"tool_use": "tools {{ tools | length }}", "default": "plain", "rag": "{{ rag }}"}
+    named = [{"name": name, "template": source} for name, source in by_name.items()]
+    tokenizer = with_template(tmp_path, named)
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text("file")
+        file = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+        file.write_text("file {{ tools | length }}")
+        tokenizer = Tokenizer.from_directory(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<eos>"}))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+    assert tokenizer.render_chat(MESSAGES, tools=tools) == expected
+    assert tokenizer.template_variables == {"tools"}
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:

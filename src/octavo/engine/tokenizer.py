@@ -81,10 +81,12 @@ class Tokenizer:
         template: str | None,
         class_name: str = DEFAULT_CLASS,
         response_template: object = None,
+        tool_template: str | None = None,
     ) -> None:
         """`special_tokens`: role (such as "eos_token") -> token; templates may use them all.
         `class_name`: the class of transformers that reads the same files. `response_template`: how
-        the model writes its answers, if it says so (`octavo.parsing.template`)."""
+        the model writes its answers, if it says so (`octavo.parsing.template`). `tool_template`:
+        the chat template of conversations with tools; None: `template`, too."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -92,7 +94,10 @@ class Tokenizer:
         self.chat_template = template  # its source
         self.class_name = class_name
         self.response_template = response_template
-        self._template = None if template is None else ChatTemplate(template, self._special_tokens)
+        self._template, self._tool_template = (
+            None if source is None else ChatTemplate(source, self._special_tokens)
+            for source in (template, template if tool_template is None else tool_template)
+        )
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = frozenset(
@@ -269,8 +274,9 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> Set[str]:
-        """What the chat template shows, by the names of its variables."""
-        return frozenset() if self._template is None else self._template.variables
+        """What the chat template shows, with tools or without, by the names of its variables."""
+        templates = filter(None, (self._template, self._tool_template))
+        return frozenset[str]().union(*(template.variables for template in templates))
 
     def render_chat(
         self,
@@ -283,11 +289,13 @@ class Tokenizer:
         `variables` (tools, enable_thinking, ...) are handed to the template. Raises
         InvalidRequest if the model has no template or its template refuses the messages.
         """
-        if self._template is None:
+        has_tools = variables.get("tools") is not None
+        template = self._tool_template if has_tools else self._template
+        if template is None:
             raise InvalidRequest(
                 "messages", "the model has no chat template; send a prompt instead of messages"
             )
-        return self._template.render(messages, add_generation_prompt, variables)
+        return template.render(messages, add_generation_prompt, variables)
 
     def _piece_bytes(self, token_id: int) -> bytes:
         """SentencePiece marks spaces with U+2581, which decoding drops at the beginning of a text,

@@ -109,6 +109,7 @@ class GgufTokenizer:
     backend: Tokenizer
     special_tokens: Mapping[str, str]  # role, such as "eos_token" -> token
     chat_template: str | None
+    tool_template: str | None  # of conversations with tools, where it is another
 
 
 def read_tokenizer(file: GgufFile) -> GgufTokenizer | None:
@@ -144,7 +145,8 @@ def read_tokenizer(file: GgufFile) -> GgufTokenizer | None:
         number = token_id(file, name)
         if number is not None:
             special_tokens[f"{role}_token"] = tokens[number]
-    return GgufTokenizer(backend, special_tokens, file.text("tokenizer.chat_template"))
+    name = "tokenizer.chat_template"
+    return GgufTokenizer(backend, special_tokens, file.text(name), file.text(f"{name}.tool_use"))
 
 
 def token_id(file: GgufFile, name: str) -> int | None:
