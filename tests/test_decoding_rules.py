@@ -129,6 +129,11 @@ def test_what_octavo_lacks_is_refused_by_name(rules: dict[str, Any], tmp_path: P
     assert "model_impl" not in str(error.value), "transformers' module would have the same rules"
 
 
+@pytest.mark.parametrize("name", ["begin_suppress_tokens", "forced_decoder_ids", "stop_strings"])
+def test_an_empty_list_is_no_rule(name: str, tmp_path: Path) -> None:
+    read_model_config(directory_with({name: []}, tmp_path))
+
+
 def test_config_json_has_the_rules_where_there_is_no_generation_config(tmp_path: Path) -> None:
     rules = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.7, "temperature": 0.5}
     (directory_with({}, tmp_path) / "generation_config.json").unlink()

@@ -32,6 +32,8 @@ UNSERVED = {
     "guidance_scale": 1.0,
     "dola_layers": None,
 }
+# Lists among them, which are no rule when they are empty.
+_LISTS = {"forced_decoder_ids", "begin_suppress_tokens", "stop_strings"}
 # The same of models that ask for sampling.
 UNSERVED_OF_SAMPLING = {
     "typical_p": 1.0,
@@ -53,6 +55,8 @@ def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
     samples = config.flag("do_sample", False)
     of_search = UNSERVED_OF_SAMPLING if samples else UNSERVED_OF_GREEDY
     for name, harmless in (UNSERVED | of_search).items():
+        if name in _LISTS and config.get(name, None) == []:
+            continue
         config.refuse(name, harmless, ModelError)  # of models through transformers, too
     size = 0
     if config.get("no_repeat_ngram_size", 0) != 0:
