@@ -21,7 +21,22 @@ def test_an_entry_is_imported_when_it_is_used() -> None:
     registry: Registry[type] = Registry("kind", {**BUILTIN, "broken": "no.such.module:Thing"})
     assert list(registry) == ["ordered", "plain", "broken"]
     assert registry["ordered"] is OrderedDict
-    with pytest.raises(ImportError):
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no.such.module:Thing", "ModuleNotFoundError: No module named 'no'"),
+        ("collections:Thing", "AttributeError: module 'collections' has no attribute 'Thing'"),
+        (":Thing", "ValueError: Empty module name"),
+    ],
+)
+def test_an_entry_that_cannot_be_imported_is_named(place: str, reason: str) -> None:
+    registry: Registry[type] = Registry("kind", BUILTIN)
+    registry.register("broken", place)
+    with pytest.raises(
+        ConfigError, match=f"kind: 'broken' is registered as {place}, which fails: {reason}"
+    ):
         registry["broken"]
 
 

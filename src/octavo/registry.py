@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from octavo.errors import ConfigError, shown
+from octavo.errors import ConfigError, OctavoError, shown
 
 T = TypeVar("T")
 GROUP = "octavo.plugins"
@@ -62,7 +62,15 @@ class Registry(Mapping[str, T], Generic[T]):
         entry = self._entries[name]
         if not isinstance(entry, str):
             return entry
-        implementation: T = import_place(entry)
+        try:
+            implementation: T = import_place(entry)
+        except OctavoError:
+            raise
+        except Exception as error:  # a module can fail in any way
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                self._option, f"{shown(name)} is registered as {entry}, which fails: {reason}"
+            ) from error
         return implementation
 
     def __contains__(self, name: object) -> bool:
