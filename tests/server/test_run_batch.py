@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import select
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from cli.click_harness import run as octavo
+from octavo.errors import InvalidRequest
+from octavo.server.http.batch import prepare, run_batch
 from server.live_server import OPTIONS
 
 CHAT = "/v1/chat/completions"
@@ -172,3 +178,27 @@ def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     last = result.stderr.splitlines()[-1]
     assert last == "error: output: /dev/full cannot be written (No space left on device)"
     assert "Traceback" not in result.output
+
+
+@pytest.mark.timeout(60)  # what waits for a reader hangs, and hears no signals
+def test_a_named_pipe_gets_all_replies_and_may_have_no_reader(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "in.jsonl", tmp_path / "pipe"
+    write(source, REQUESTS)
+    os.mkfifo(pipe)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("{}")(scope, receive, send)
+
+    def run() -> None:
+        asyncio.run(run_batch(answer, batch, 1, lambda tally: None))
+
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    hung_up = select.poll()
+    hung_up.register(reader, 0)
+    batch = prepare(source, pipe)
+    assert not hung_up.poll(0), "the reader must not see an end yet"
+    run()
+    assert os.read(reader, 1 << 16).count(b"\n") == len(REQUESTS)
+    os.close(reader)
+    with pytest.raises(InvalidRequest, match=r"pipe cannot be written \(No such device"):
+        run()

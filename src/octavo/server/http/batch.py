@@ -109,14 +109,23 @@ def prepare(input_path: Path, output_path: Path) -> Batch:
     except OSError as error:
         raise InvalidRequest("input", f"{input_path} cannot be read ({error.strerror})") from error
     try:
-        with output_path.open("ab"):
-            pass
+        if not output_path.is_fifo():  # its reader would take this for the end
+            _open_output(output_path).close()
         if output_path.samefile(input_path):
             raise InvalidRequest("output", f"{output_path} is the input, too")
         answered = _keep_answered(output_path) if output_path.is_file() else Counter[str]()
     except OSError as error:
         raise _unwritable(output_path, error) from error
     return Batch(input_path, output_path, num_requests, answered)
+
+
+def _open_output(path: Path) -> FileIO:
+    """A file to append to. Without a buffer, so that closing does not try again to write a reply
+    that could not be. A named pipe that nobody reads is an error: signals would not be heard while
+    this waits for a reader."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return FileIO(descriptor, "wb")
 
 
 def _unwritable(path: Path, error: OSError) -> InvalidRequest:
@@ -179,8 +188,11 @@ async def run_batch(
     tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
     before = batch.answered.copy()
-    # Without a buffer, so that closing does not try again to write a reply that could not be.
-    with batch.output_path.open("ab", buffering=0) as output:
+    try:
+        output = _open_output(batch.output_path)
+    except OSError as error:
+        raise _unwritable(batch.output_path, error) from error
+    with output:
 
         async def answer(line: Line) -> None:
             try:
