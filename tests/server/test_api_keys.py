@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cli.click_harness import run as octavo
 from octavo.errors import ConfigError
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import Listening, ServerSettings
@@ -88,6 +89,18 @@ def test_a_key_has_one_salt() -> None:
     for other in (KEY, f"{KEY}:other"):
         with pytest.raises(ConfigError, match=r"^api_key: key 3 is an earlier one with"):
             ApiKeys([f"{KEY}:acme", KEY.upper(), other])
+
+
+@pytest.mark.parametrize("variable", ["OCTAVO_API_KEY", "OCTAVO_ADMIN_KEY"])
+def test_a_variable_without_a_key_opens_no_server(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "")
+    run = octavo("serve", "--port", "-1")
+    assert run.stderr.startswith(f"error: {variable}: it is set, but holds no key")
+    given = {"OCTAVO_API_KEY": "--api-key", "OCTAVO_ADMIN_KEY": "--admin-key"}[variable]
+    run = octavo("serve", given, KEY, "--port", "-1")
+    assert run.stderr.startswith("error: port: -1")
 
 
 def test_tenants_see_their_own_prefixes_alone(guarded: LiveServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from octavo.cli.options import engine_options, field_options, field_texts
 from octavo.config import make_config
+from octavo.errors import ConfigError
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.keys import ApiKeys, read_key_file
@@ -107,6 +109,9 @@ def serve(
     One line on stdout says when and where. SIGTERM, SIGHUP or Ctrl-C lets open requests end first.
     """
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
+    for variable, given in (("OCTAVO_API_KEY", keys), ("OCTAVO_ADMIN_KEY", admin_key)):
+        if not given and variable in os.environ:  # the server would be open to all
+            raise ConfigError(variable, "it is set, but holds no key; give one, or unset it")
     address = Listening(**listening)
     if not keys and is_loopback(address.host):
         allowed_hosts = tuple(
