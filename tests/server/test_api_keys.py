@@ -16,7 +16,7 @@ from cli.click_harness import run as octavo
 from octavo.errors import ConfigError
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import Listening, ServerSettings
-from octavo.server.run import bind, listen
+from octavo.server.run import bind, is_loopback, listen
 from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
 
 KEY, OTHER = "key-of-nobody-special", "key-of-the-acme-company"
@@ -101,6 +101,23 @@ def test_a_variable_without_a_key_opens_no_server(
     given = {"OCTAVO_API_KEY": "--api-key", "OCTAVO_ADMIN_KEY": "--admin-key"}[variable]
     run = octavo("serve", given, KEY, "--port", "-1")
     assert run.stderr.startswith("error: port: -1")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *(("localhost", True), ("LOCALHOST", True), ("127.1", True), ("::1", True)),
+        *(("0.0.0.0", False), ("10.1.2.3", False), (".", False), ("a" * 64, False)),
+    ],
+)
+def test_which_hosts_are_this_machine_alone(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+
+
+@pytest.mark.parametrize("host", [".", "a" * 64, "a..b"])
+def test_what_is_no_host_is_said_clearly(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^host: .* is not an address of this machine"):
+        bind(Listening(host=host, port=0))
 
 
 def test_tenants_see_their_own_prefixes_alone(guarded: LiveServer) -> None:

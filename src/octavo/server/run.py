@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
@@ -113,10 +114,8 @@ def bind(listening: Listening) -> socket.socket:
     clients connect only when they can be served."""
     host, port = listening.host, listening.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
+        family, kind, protocol, _, address = _resolve(host, port)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             "host", f"{host!r} is not an address of this machine ({error})"
         ) from error
@@ -128,6 +127,11 @@ def bind(listening: Listening) -> socket.socket:
         listener.close()
         raise _unusable(listening, error) from error
     return listener
+
+
+def _resolve(host: str, port: int) -> tuple[Any, ...]:
+    """Family, type, protocol, name and address of a socket that is to listen there."""
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
 def listen(listener: socket.socket, listening: Listening) -> None:
@@ -169,10 +173,12 @@ def host_in_urls(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether the server listens for this machine alone, however `host` is written: 127.1, say."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        _, _, _, _, address = _resolve(host, 0)
+    except (OSError, UnicodeError):  # of which `bind` tells the user
+        return False
+    return ipaddress.ip_address(address[0]).is_loopback
 
 
 async def _serve(
