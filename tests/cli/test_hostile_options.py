@@ -45,6 +45,12 @@ COMMANDS: list[tuple[object, ...]] = [
       for option in ("--n", "--beam-width", "--temperature", "--num-prompts", "--input-len")
       for value in (-1, "nan")),
     *(("bench", "latency", option, HUGE) for option in ("--input-len", "--n", "--beam-width")),
+    ("bench", "throughput", "--num-prompts", HUGE),
+    *(("bench", "serve", option, HUGE)
+      for option in ("--num-prompts", "--input-len", "--vocab-size")),
+    *(("bench", "serve", option, value)
+      for option in ("--scale", "--overload", "--timeout")
+      for value in ("nan", "inf")),
     ("bench", "serve", "--url", "foo"),
     ("reproduce", "fig99"),
     ("models", "x"),

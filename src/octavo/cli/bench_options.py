@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ decoding_option = option_of("decoding")
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 64
+COUNT = click.IntRange(1, 1 << 24)  # of requests or tokens
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range, and neither nan, which click lets pass, nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite.", param, ctx)
+        return number
 
 
 trace_options = together(
@@ -25,15 +37,9 @@ trace_options = together(
         type=click.Path(dir_okay=False, path_type=Path),
         help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
     ),
-    click.option(
-        "--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones."
-    ),
-    click.option(
-        "--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace."
-    ),
-    click.option(
-        "--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace."
-    ),
+    click.option("--num-prompts", type=COUNT, help="Requests; of a trace, the first ones."),
+    click.option("--input-len", type=COUNT, help="Tokens in a prompt, without a trace."),
+    click.option("--output-len", type=COUNT, help="Tokens in an output, without a trace."),
 )
 # As a dict `decoding` for `Decoding`.
 decoding_options = together(

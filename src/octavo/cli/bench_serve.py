@@ -13,7 +13,7 @@ from octavo.bench.client_load import Call, Query, Target, served_model
 from octavo.bench.serve import ServeReport, find_capacity, run_serve, serve_tables, serve_values
 from octavo.bench.tables import show
 from octavo.bench.traces import TraceRequest, make_prompts
-from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
+from octavo.cli.bench_options import COUNT, FiniteRange, progress_bar, trace_options, trace_requests
 from octavo.cli.options import option_of
 
 LEAST_VOCABULARY = 1000  # token ids that every model has
@@ -36,7 +36,7 @@ target_option = option_of("target")
 @trace_options
 @click.option(
     "--scale",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="Shorten all prompts and outputs: a long trace on a small machine.",
@@ -50,7 +50,7 @@ target_option = option_of("target")
 )
 @click.option(
     "--overload",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Find the server's capacity first, then send this many times as much.",
 )
 @click.option("--max-concurrency", type=click.IntRange(1), help="Open requests, at most.")
@@ -63,8 +63,8 @@ target_option = option_of("target")
     default=True,
     help="Let outputs end early; else ignore_eos is sent.",
 )
-@click.option("--vocab-size", type=click.IntRange(1), default=LEAST_VOCABULARY, show_default=True)
-@target_option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True)
+@click.option("--vocab-size", type=COUNT, default=LEAST_VOCABULARY, show_default=True)
+@target_option("--timeout", type=FiniteRange(1), default=600.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Only the JSON line, which always is last.")
 def serve(
