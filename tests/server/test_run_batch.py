@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import select
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,33 @@ def test_a_named_pipe_gets_all_replies_and_may_have_no_reader(tmp_path: Path) ->
     os.close(reader)
     with pytest.raises(InvalidRequest, match=r"pipe cannot be written \(No such device"):
         run()
+
+
+def test_a_pipe_that_is_full_stops_nothing_else(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "in.jsonl", tmp_path / "pipe"
+    write(source, REQUESTS)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    body = json.dumps("x" * fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ))
+    go_on = threading.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(body)(scope, receive, send)
+
+    def read_when_told() -> tuple[bool, list[bytes]]:
+        was_told = go_on.wait(5)  # a loop that waits for the pipe cannot tell
+        with os.fdopen(reader, "rb") as file:
+            return was_told, file.readlines()
+
+    async def run() -> tuple[bool, list[bytes]]:
+        batch = prepare(source, pipe)
+        reading = asyncio.create_task(asyncio.to_thread(read_when_told))
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        await run_batch(answer, batch, 3, lambda tally: None)
+        return await reading
+
+    was_told, lines = asyncio.run(run())
+    assert was_told
+    bodies = [json.dumps(json.loads(line)["response"]["body"]) for line in lines]
+    assert bodies == [body] * len(REQUESTS)

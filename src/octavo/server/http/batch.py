@@ -35,6 +35,7 @@ URLS = (
 )
 RETRY_SECONDS = 1.0  # until a patient batch asks again, where it is not told when
 BUSY = (429, 503)
+PAUSE_SECONDS = 0.05  # while a pipe is full
 ID_PREFIX = "batch_req_"
 MAX_SHOWN = 64  # characters of the input in an error message
 
@@ -121,11 +122,10 @@ def prepare(input_path: Path, output_path: Path) -> Batch:
 
 def _open_output(path: Path) -> FileIO:
     """A file to append to. Without a buffer, so that closing does not try again to write a reply
-    that could not be. A named pipe that nobody reads is an error: signals would not be heard while
-    this waits for a reader."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
-    os.set_blocking(descriptor, True)
-    return FileIO(descriptor, "wb")
+    that could not be. Nothing waits for the reader of a named pipe, because signals would not be
+    heard meanwhile: one that nobody reads is an error."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+    return FileIO(os.open(path, flags, 0o666), "wb")
 
 
 def _unwritable(path: Path, error: OSError) -> InvalidRequest:
@@ -187,6 +187,7 @@ async def run_batch(
     """
     tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
+    writing = asyncio.Lock()  # one line after the other
     before = batch.answered.copy()
     try:
         output = _open_output(batch.output_path)
@@ -198,7 +199,8 @@ async def run_batch(
             try:
                 reply = await _answer(app, line, urls, tenant, is_patient)
                 try:
-                    _write(output, reply)
+                    async with writing:
+                        await _write(output, reply)
                 except OSError as error:
                     raise _unwritable(batch.output_path, error) from error
                 status = reply.response["status_code"]
@@ -224,10 +226,10 @@ async def run_batch(
     return tally
 
 
-def _write(output: FileIO, reply: BatchReply) -> None:
+async def _write(output: FileIO, reply: BatchReply) -> None:
     data = memoryview(msgspec.json.encode(reply) + b"\n")
-    while data:
-        data = data[output.write(data) :]
+    while data := data[output.write(data) or 0 :]:
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def _answer(
