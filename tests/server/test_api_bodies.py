@@ -360,6 +360,12 @@ def refused_fields(kind: type[BaseModel]) -> dict[str, Refused]:
     }
 
 
+def test_fields_of_newer_clients_are_no_misspelling() -> None:
+    assert "moderation" in refused_fields(ChatBody)
+    newer = {"moderation", "context_management", "background_options"}
+    assert newer <= refused_fields(ResponsesBody).keys()
+
+
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ChatMessage])
 def test_refused_fields_are_refused_unless_they_ask_for_nothing(kind: type[BaseModel]) -> None:
     if kind is CompletionBody:
@@ -389,6 +395,8 @@ def test_fields_that_ask_for_nothing_are_let_pass() -> None:
         top_p=0.5,
         include_reasoning=True,
         prompt_cache_key="a hint",
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+        prompt_cache_retention="24h",
         safety_identifier="somebody",
         of_a_later_version=None,
     )

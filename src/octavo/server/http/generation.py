@@ -98,6 +98,10 @@ class PromptBody(Body):
     """The newer name of user."""
     prompt_cache_key: str | None = None
     """A hint that is not needed: equal prefixes are shared by themselves."""
+    prompt_cache_options: dict[str, Any] | None = None
+    """Hints that are not needed: prefixes of any length are cached by themselves."""
+    prompt_cache_retention: str | None = None
+    """A hint that is not needed: what is cached stays while there is room."""
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
     """Names the request, as the header X-Request-Id does, over which it takes precedence."""
 

@@ -108,6 +108,7 @@ class ChatBody(GenerationBody):
     prediction: Annotated[object, Refused(NOT_SUPPORTED)] = None
     verbosity: Annotated[object, Refused(NOT_SUPPORTED, ("medium",))] = None
     web_search_options: Annotated[object, Refused(NOT_SUPPORTED)] = None
+    moderation: Annotated[object, Refused(NOT_SUPPORTED)] = None
     # SGLang's.
     separate_reasoning: Annotated[object, Refused("it always is", (True,))] = None
     stream_reasoning: Annotated[object, Refused("it always is", (True,))] = None

@@ -193,6 +193,9 @@ class ResponsesBody(PromptBody):
     ] = None
     top_logprobs: Annotated[object, Refused("chats have log-probabilities", (0,))] = None
     background: Annotated[object, Refused("use /v1/batches", (False,))] = None
+    background_options: Annotated[object, Refused("use /v1/batches")] = None
+    context_management: Annotated[object, Refused(NOT_SUPPORTED, ([],))] = None
+    moderation: Annotated[object, Refused(NOT_SUPPORTED)] = None
     conversation: Annotated[object, Refused("use previous_response_id")] = None
     prompt: Annotated[object, Refused("use instructions and input")] = None
     max_tool_calls: Annotated[object, Refused("octavo calls no tools itself")] = None
