@@ -7,7 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+import tokenizers
 
+from octavo.engine.tokenizer import Tokenizer
+from octavo.server.http.answers import format_of
 from server.live_server import LiveServer
 
 PARAMETERS = {
@@ -33,6 +36,19 @@ ASK: dict[str, Any] = {
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
 PATH = "/v1/chat/completions"
+
+
+def test_the_template_for_tools_may_show_how_calls_are_written() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    plain, for_tools = "{{ messages }}", "<tool_call>{{ messages }}"
+    for template, tool_template, calls in (
+        (plain, for_tools, "hermes"),
+        (for_tools, None, "hermes"),
+        (plain, None, "none"),
+        (None, None, "none"),
+    ):
+        tokenizer = Tokenizer(backend, {}, template, tool_template=tool_template)
+        assert format_of(tokenizer).name == calls
 
 
 def tool(name: str, parameters: Any = None) -> dict[str, Any]:

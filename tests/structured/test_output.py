@@ -454,7 +454,8 @@ def test_objects_may_have_many_optional_properties() -> None:
 def test_a_grammar_goes_on_however_many_outputs_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a matcher share a lexer, whose states are never given back: other outputs must not
     end an output, nor what begins after them."""
-    monkeypatch.setattr(guidance, "MAX_STATES", 400)
+    monkeypatch.setattr(guidance, "SHARED_STATES", 400)
+    monkeypatch.setattr(guidance, "MAX_STATES", 800)
     library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
     grammar = Grammar("regex", "[ab]*a[ab]{24}")  # each output needs states of its own
     library.check(grammar)

@@ -92,11 +92,12 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self.chat_template = template  # its source
+        self.tool_template = template if tool_template is None else tool_template
         self.class_name = class_name
         self.response_template = response_template
         self._template, self._tool_template = (
             None if source is None else ChatTemplate(source, self._special_tokens)
-            for source in (template, template if tool_template is None else tool_template)
+            for source in (template, self.tool_template)
         )
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: token_id for token_id, token in added.items()}

@@ -43,7 +43,7 @@ MAX_COMPILED = 256  # grammars that stay compiled
 # Copies of a matcher share a lock, which each holds while it computes a mask. Several matchers of
 # one grammar let several threads compute masks for it; each is compiled, if that is quick.
 MATCHERS_PER_THREAD = 4
-MAX_MATCHERS = 64  # of a grammar; some hundred KB each
+MAX_MATCHERS = 64  # of a grammar; some hundred KB each, as a rule
 MAX_REPEATED_SECONDS = 0.02
 # A mask that takes longer is slow, and those of its matcher and of all copies are computed apart
 # from others, until so many in a row were not; each time that they turn out slow again, twice as
@@ -74,8 +74,9 @@ MAX_WAYS = 4_500
 NUM_TRIED_TOKENS = 16
 MAX_FORCED_TOKENS = 1_024  # that are written on the way
 # States of the lexer of a matcher and its copies, which share it: they are made as outputs need
-# them, and never given back. Beyond so many, no copy can go on, and it is given a new matcher.
-MAX_STATES = 250_000
+# them, up to a KB each, and never given back. Beyond so many, no copy can go on, and it is given a
+# matcher of its own, with room for more.
+SHARED_STATES, MAX_STATES = 50_000, 250_000
 # What a tried output would rather go on with: it comes to the parts of objects and lists early.
 _OPENING = (b"{", b"[", b'"', b"}", b"]")
 # What is said of a limit. Other errors say that no token is left, which may be so here only.
@@ -248,6 +249,7 @@ class GuidanceFilling:
 class _Compiled:
     """A grammar, as often as it was compiled."""
 
+    most: int  # that are kept
     constraints: list[GuidanceConstraint] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     num_uses: int = 0
@@ -278,6 +280,7 @@ class Guidance:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._num_threads = num_threads
+        self._most_matchers = min(MATCHERS_PER_THREAD * num_threads, MAX_MATCHERS)
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._numbers = count()
         self._lock = Lock()
@@ -292,25 +295,20 @@ class Guidance:
         self._end_ids: list[int] = []  # that stand for the end of the output in them
 
     def compile(self, grammar: Grammar) -> GuidanceConstraint:
-        most = min(MATCHERS_PER_THREAD * self._num_threads, MAX_MATCHERS)
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
                 num = len(known.constraints)
-                if num >= most or (num and known.seconds > MAX_REPEATED_SECONDS):
+                if num >= known.most or (num and known.seconds > MAX_REPEATED_SECONDS):
                     known.num_uses += 1
                     return known.constraints[known.num_uses % num]
-        return self._compile_again(grammar)
-
-    def _compile_again(self, grammar: Grammar) -> GuidanceConstraint:
-        """Compile a grammar, and keep the result for other outputs, too."""
         self.load(grammar.field)
         began = perf_counter()
         compiled = self._compile(grammar)
         with self._lock:
             # Only what compiles takes a place: refused grammars do not drive others out.
-            known = self._compiled.setdefault(grammar, _Compiled())
+            known = self._compiled.setdefault(grammar, _Compiled(self._most_matchers))
             known.seconds = perf_counter() - began
             known.constraints.append(compiled)
             compiled.pace.trial = known.trial
@@ -335,28 +333,21 @@ class Guidance:
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 
     def renew(self, constraint: GuidanceConstraint) -> bool:
-        """Give a constraint that is spent a matcher whose lexer is not full of states that other
-        outputs have needed. False if it is not spent."""
+        """Give a constraint that is spent a matcher that it shares with no other. False if it is
+        not spent. Later outputs begin with a new one, too: there is no more than one from then on,
+        because those of a grammar that needs so many states are large."""
         if not constraint.is_spent:
             return False
-        for find in (self.compile, self._compile_again):  # others may be about as full
-            self._drop(constraint)
-            fresh = find(constraint.grammar).fork()
-            fresh.accept(constraint.token_ids)
-            fresh.matcher.compute_bitmask()
-            constraint.matcher, constraint.pace = fresh.matcher, fresh.pace
-            if not fresh.is_spent:
-                break
-        return True
-
-    def _drop(self, constraint: GuidanceConstraint) -> None:
-        """Let no other outputs begin with the matcher of which a constraint has a copy."""
         with self._lock:
             known = self._compiled.get(constraint.grammar)
             if known is not None:
-                known.constraints = [
-                    each for each in known.constraints if each.pace is not constraint.pace
-                ]
+                known.constraints.clear()
+                known.most = 1
+        own = self._compile(constraint.grammar, is_shared=False)
+        own.accept(constraint.token_ids)
+        own.matcher.compute_bitmask()
+        constraint.matcher, constraint.pace = own.matcher, own.pace
+        return True
 
     def fill(
         self,
@@ -517,7 +508,8 @@ class Guidance:
         message = _message(matcher.get_error())
         return message if _ABOUT_LIMITS.search(message) else ""
 
-    def _compile(self, grammar: Grammar) -> GuidanceConstraint:
+    def _compile(self, grammar: Grammar, is_shared: bool = True) -> GuidanceConstraint:
+        """is_shared: by outputs, so that it is to have few states, if an output can begin so."""
         from llguidance import LLMatcher, LLParserLimits
 
         schema: Any = None
@@ -537,17 +529,21 @@ class Guidance:
         if len(parts) > 1:
             schema = None  # which of them is meant is not known
         text = json.dumps({"grammars": grammars})
-        limits = LLParserLimits(
-            max_items_in_row=MAX_WAYS, max_lexer_states=MAX_STATES, verbose_errors=False
-        )
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some limits are met only here
+        for most in (SHARED_STATES, MAX_STATES) if is_shared else (MAX_STATES,):
+            limit = LLParserLimits(
+                max_items_in_row=MAX_WAYS, max_lexer_states=most, verbose_errors=False
+            )
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limit)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some limits are met only here
+            constraint = GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
+            if not constraint.is_spent:
+                break
         if matcher.is_error():
             message = _message(matcher.get_error())
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
-        return GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
+        return constraint
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def format_of(
     if tokenizer is None:
         return find_format(None, None, NONE if calls == AUTO else calls, reasoning)
     return find_format(
-        tokenizer.chat_template,
+        "\n".join(filter(None, (tokenizer.chat_template, tokenizer.tool_template))),
         tokenizer.response_template,
         calls,
         reasoning,
