@@ -476,6 +476,26 @@ def test_a_grammar_goes_on_however_many_outputs_it_had(monkeypatch: pytest.Monke
         library.check(grammar, rng.choice(letters, 200).tolist())
 
 
+def test_a_long_output_is_accepted_again_and_one_that_cannot_be_ends_no_other() -> None:
+    """As after a preemption. The library limits a lexer's work from one mask to the next, and
+    copies of a matcher share the lexer."""
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
+    grammar = Grammar("regex", "([ab]*a[ab]{1,200}){2}c")
+    library.check(grammar)
+    letters = library._tokenizer.tokenize_str("ab")
+    begun, others = np.random.default_rng(0).choice(letters, (2, 1000)).tolist()
+    library.check(grammar, begun)
+    constraint, words = library.compile(grammar).fork(), np.empty((1, num_words(320)), np.int32)
+    assert not library.fill([constraint], [begun], [0], words).result().errors
+    other = constraint.fork()
+    assert not constraint.fork().matcher.consume_tokens(others), "without a mask between them"
+    shared = other.matcher
+    for _ in range(3):
+        assert not library.fill([other], [letters[:1]], [0], words).result().errors
+    assert other.matcher is not shared
+    library.check(grammar, begun)
+
+
 def test_schemas_that_recurse_to_an_end_are_accepted(llm: LLM) -> None:
     tree = {
         "type": "object",

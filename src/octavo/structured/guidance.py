@@ -82,6 +82,9 @@ _OPENING = (b"{", b"[", b'"', b"}", b"]")
 # What is said of a limit. Other errors say that no token is left, which may be so here only.
 _ABOUT_LIMITS = re.compile("max is|limit|too (many|complex)", re.IGNORECASE)
 _OUT_OF_STATES = "too many states"
+# Tokens that are accepted from one mask to the next. The library limits a lexer's work from mask to
+# mask, which an output that goes on after a preemption exceeds if it is accepted as a whole.
+MAX_ACCEPTED = 32
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -153,16 +156,14 @@ class GuidanceConstraint:
             return "none"
         return "new" if self.pace.trial.num_masks < NUM_TRIED else "quick"
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether it cannot go on, because of what it and its copies have accepted together."""
-        return self.matcher.is_error() and _OUT_OF_STATES in self.matcher.get_error()
-
     def accept(self, token_ids: Sequence[int]) -> str:
         self.token_ids += token_ids
-        if self.matcher.consume_tokens(list(token_ids)):
-            return ""
-        return _message(self.matcher.get_error())
+        for i, token_id in enumerate(token_ids):
+            if i and i % MAX_ACCEPTED == 0:
+                self.matcher.compute_bitmask()
+            if not self.matcher.consume_token(token_id):
+                return _message(self.matcher.get_error())
+        return ""
 
     def rollback(self, num_tokens: int) -> None:
         del self.token_ids[len(self.token_ids) - num_tokens :]
@@ -327,25 +328,28 @@ class Guidance:
         if reason:
             raise InvalidRequest(grammar.field, f"it is beyond the library's limits: {reason}")
         reason = beginning.accept(begun) if begun else ""
-        if reason and self.renew(beginning):
-            reason = _message(beginning.matcher.get_error())
-        if reason:
+        if reason and not self.renew(beginning):
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 
     def renew(self, constraint: GuidanceConstraint) -> bool:
-        """Give a constraint that is spent a matcher that it shares with no other. False if it is
-        not spent. Later outputs begin with a new one, too: there is no more than one from then on,
-        because those of a grammar that needs so many states are large."""
-        if not constraint.is_spent:
+        """Give a constraint that cannot go on a matcher that it shares with no other. False if that
+        could not go on either, or if it can.
+
+        Later outputs begin with a new one, too. There is no more than one from then on, because
+        those of a grammar that needs so many states are large.
+        """
+        if not constraint.matcher.is_error():
+            return False
+        own = self._compile(constraint.grammar, is_shared=False)
+        own.accept(constraint.token_ids)
+        own.matcher.compute_bitmask()
+        if own.matcher.is_error():
             return False
         with self._lock:
             known = self._compiled.get(constraint.grammar)
             if known is not None:
                 known.constraints.clear()
                 known.most = 1
-        own = self._compile(constraint.grammar, is_shared=False)
-        own.accept(constraint.token_ids)
-        own.matcher.compute_bitmask()
         constraint.matcher, constraint.pace = own.matcher, own.pace
         return True
 
@@ -371,18 +375,13 @@ class Guidance:
         order = np.argsort(numbers, kind="stable")
         company = constraints[0].company
         masks[where, 0] = UNWRITTEN
-        for constraint, new_ids in zip(constraints, token_ids, strict=True):
-            constraint.token_ids += new_ids
         if company == "none":
             assert len(constraints) == 1, "nobody waits for it"
             future = self._compute_apart(constraints[0], token_ids[0], masks[places[0]])
         else:
+            for constraint, new_ids in zip(constraints, token_ids, strict=True):
+                constraint.accept(new_ids)  # an error is found in the mask
             matchers = [constraint.matcher for constraint in constraints]
-            for matcher, new_ids in zip(matchers, token_ids, strict=True):
-                if len(new_ids) == 1:
-                    matcher.consume_token(new_ids[0])
-                elif new_ids:
-                    matcher.consume_tokens(list(new_ids))
             for constraint in constraints if company == "new" else ():
                 constraint.pace.trial.num_masks += 1
             pairs = list(
@@ -424,8 +423,7 @@ class Guidance:
         def compute() -> None:
             seconds = SLOW_SECONDS
             try:
-                for token_id in token_ids:  # others may run between two of them
-                    matcher.consume_token(token_id)
+                constraint.accept(token_ids)  # one by one: others may run between two of them
                 began = thread_time()
                 matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
                 seconds = thread_time() - began
@@ -536,14 +534,13 @@ class Guidance:
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limit)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some limits are met only here
-            constraint = GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
-            if not constraint.is_spent:
+            if _OUT_OF_STATES not in matcher.get_error():
                 break
         if matcher.is_error():
             message = _message(matcher.get_error())
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
-        return constraint
+        return GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:
