@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
 from octavo.ops.cuda.attention_work_items import cascade_capacity, item_capacity
 from octavo.ops.cuda.expert_tiles import max_blocks, tokens_per_tile
 from octavo.ops.cuda.sampling import NO_TOKEN
+from octavo.ops.cuda.shared_workspace import in_workspace
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables
@@ -360,6 +362,23 @@ def test_every_batch_has_a_size(max_num_seqs: int) -> None:
         assert size.num_singles >= singles
     assert graphs.mixed_size_for(PaddedSizes(2049, 1, 1)) is None
     assert graphs.mixed_size_for(PaddedSizes(100, 1, 17)) is None
+
+
+def test_a_graph_is_not_launched_while_another_thread_uses_the_workspace() -> None:
+    """It may write there, too: between the launch that dequantizes a weight and its product."""
+    launched = Event()
+
+    class Graph:
+        replay = staticmethod(launched.set)
+
+    graphs: Any = Graphs([1], [], torch.device("cpu"))
+    graphs._captures, graphs._graphs = True, {"step": Graph()}
+    thread = Thread(target=graphs.run, args=("step", lambda: None))
+    with in_workspace:
+        thread.start()
+        assert not launched.wait(0.05)
+    thread.join()
+    assert launched.is_set()
 
 
 def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from octavo.ops import PaddedSizes
+from octavo.ops.cuda.shared_workspace import replay
 
 MAX_MIXED_TOKENS = 2048  # from here on, launches take at most half of the step's time on the device
 MIN_PROMPT_TOKENS = 512  # that the largest mixed size has room for beside the most decodes
@@ -107,7 +108,7 @@ class Graphs:
             return
         if graph is None:
             graph = self._graphs[key] = self._capture(work)
-        graph.replay()
+        replay(graph)
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

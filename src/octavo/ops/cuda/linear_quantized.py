@@ -21,7 +21,6 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -75,6 +74,7 @@ from octavo.ops.cuda.quantized_tiles import (
     Tiles,
     candidates,
 )
+from octavo.ops.cuda.shared_workspace import in_workspace
 from octavo.ops.cuda.stored_weights import (
     BLOCK,
     CHUNK_ROWS,
@@ -406,7 +406,7 @@ class QuantizedCudaLinear:
         if isinstance(choice, PackedPrograms):
             return self._multiply_packed(x, bias, Epilogue.NONE, choice)
         if not isinstance(choice, Tiles):
-            with _in_workspace:
+            with in_workspace:
                 return linear_partial(x, self._dense(x.dtype), bias, is_new=self._copy is None)
         if choice.splits == 1:
             return self._apply(x, bias, Epilogue.NONE)
@@ -509,7 +509,7 @@ class QuantizedCudaLinear:
             parts = self._multiply_packed(x, bias, Epilogue.NONE, choice)
             return apply_epilogue(parts.sum(dim=0).to(x.dtype), epilogue)
         if not isinstance(choice, Tiles):
-            with _in_workspace:
+            with in_workspace:
                 return linear(x, self._dense(x.dtype), bias, epilogue, is_new=self._copy is None)
         out = x.new_empty((len(x), self._num_results(epilogue)))
         launch(x, stored, bias, out, epilogue, choice, is_partial=False)
@@ -644,11 +644,9 @@ class Copies:
         return self._rounded[num_tokens]
 
 
-# Where weights are dequantized, one after the other: as large as the largest one needs.
+# Where weights are dequantized, one after the other: as large as the largest one needs. Who
+# uses one holds `in_workspace`.
 _workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-# Held from the launch that writes one to the last one that reads it: models may compute in several
-# threads.
-_in_workspace = Lock()
 
 
 def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:

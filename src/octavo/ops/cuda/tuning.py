@@ -19,6 +19,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import TritonError
 
 from octavo.ops.communicator import Communicator
+from octavo.ops.cuda.shared_workspace import replay
 from octavo.ops.tuning import Tunable, TuningFile, Work, distinct
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def microseconds(works: Sequence[Callable[[], object]]) -> float:
             for _ in range(2)
         )
         start.record()
-        graph.replay()
+        replay(graph)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(works))
