@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -192,6 +193,17 @@ def test_ranks_compute_as_the_first_one_does(
     run([follower], communicator=Follower([2, 0]))
     assert follower.answers == {Key(8): "third", Key(16): "usual"}
     assert not path.exists(), "only the first rank measures"
+
+
+def test_who_measures_forbids_other_threads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may wait for its steps, and take memory, during the capture."""
+    for name in ("CUDAGraph", "Event", "graph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    torch.cuda.Event.return_value.elapsed_time.return_value = 0.006  # type: ignore[attr-defined]
+    work = MagicMock()
+    assert tuning.microseconds([work, work]) == pytest.approx(3.0)
+    graph: MagicMock = torch.cuda.graph  # type: ignore[assignment]
+    assert graph.call_args.kwargs == {"capture_error_mode": "thread_local"}
 
 
 def test_the_file_is_of_a_card_and_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,8 @@ def microseconds(works: Sequence[Callable[[], object]]) -> float:
         work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Thread-local, since other threads may use the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for work in works:
             work()
     times: list[float] = []
