@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.routing import RoutingConfig
 
 compiled: Counter[str] = Counter()
+variants: defaultdict[str, set[str]] = defaultdict(set)  # of each kernel
 reductions: Counter[bool] = Counter()  # over lanes of linear layouts, and others
 has_all = sys.argv[1:] == ["all"]
 # Kernels without a wait: they are launched without the option, when all before them have ended.
@@ -70,6 +71,7 @@ def install() -> None:
         if "ttg.warp_specialize" not in kernel.asm["ttgir"]:
             assert_nothing_is_written_before_the_wait(self.__name__, kernel.asm["ptx"])
         compiled[self.__name__] += 1
+        variants[self.__name__].add(kernel.hash)
         return kernel
 
     JITFunction.run = compile_only
@@ -494,8 +496,12 @@ def draws() -> None:
             how = replace(asked, is_greedy=is_greedy, is_limited=is_limited)
             sample(torch.zeros(rows, size, dtype=dtype), how)
     places = torch.zeros(rows, dtype=torch.int32)
-    fill_pending(zeros, places, zeros)
-    keep_tokens(zeros, places, zeros)
+    for num in (1, rows, 16):
+        some = torch.zeros(num, dtype=torch.int64)
+        fill_pending(some, places, zeros)
+        keep_tokens(some, places, zeros)
+    for name in ("_fill_pending", "_keep_tokens"):
+        assert len(variants[name]) == 1, "one for all numbers: none is compiled while serving"
     keep_tokens(zeros, places, zeros, zeros[:2], zeros[:1], (8, 1 + rows))
     items = [DecodeItems(torch.zeros(64, dtype=torch.int32), window, 16) for window in (None, 128)]
     for shapes in (items[:1], items):

@@ -18,7 +18,7 @@ _MOVED = 512  # tokens or work items that the one program of a kernel has at onc
 _FIELDS = tl.constexpr(ITEM_FIELDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fill_pending(token_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < num_tokens
@@ -143,7 +143,7 @@ def begin_decodes(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _keep_tokens(
     token_ids,
     rows,
