@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from threading import Event, Thread
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from octavo.ops.cuda.shared_workspace import in_workspace
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables
-from octavo.worker.device import cuda
+from octavo.worker.device import cuda, cuda_memory
 from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
@@ -362,6 +363,31 @@ def test_every_batch_has_a_size(max_num_seqs: int) -> None:
         assert size.num_singles >= singles
     assert graphs.mixed_size_for(PaddedSizes(2049, 1, 1)) is None
     assert graphs.mixed_size_for(PaddedSizes(100, 1, 17)) is None
+
+
+def test_what_another_engine_of_the_process_has_taken_is_not_taken_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is free when an engine begins is without it already."""
+    taken = [400]
+
+    def make_runner(*_: object) -> None:
+        taken[0] += 10  # work items and the like
+
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    torch.cuda.memory_allocated = lambda device: taken[0]
+    torch.cuda.max_memory_allocated = lambda device: taken[0] + 100
+    monkeypatch.setattr(cuda, "free_memory", lambda cache, device: 500)
+    monkeypatch.setattr(cuda_memory, "largest_steps", lambda *_: [])
+    monkeypatch.setattr(cuda_memory, "release_cached", lambda: None)
+    monkeypatch.setattr(cuda_memory, "_SLACK_BYTES", 0)
+    device, demand = CudaDevice(torch.device("cpu")), MagicMock()
+    demand.config.cuda_graphs = False
+    assert device.total_memory(demand.config) == 500
+    taken[0] += 200  # weights
+    device.measure_memory(demand, make_runner)
+    fixed, total, room, _ = demand.plan.call_args.args
+    assert (fixed.weights, total, room) == (200, 500, 500 - 200 - 10 - 110)
 
 
 def test_a_graph_is_not_launched_while_another_thread_uses_the_workspace() -> None:

@@ -62,6 +62,7 @@ class CudaDevice(Device):
         self.num_ranks = num_ranks
         self._is_gpu = torch_device.type == "cuda"
         self._total_memory = 0  # bytes that this process may take
+        self._taken_before = 0  # bytes that it had taken then: those of other engines
         self._swap_stream: torch.cuda.Stream | None = None
         if self._is_gpu:
             self._swap_stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
@@ -122,6 +123,7 @@ class CudaDevice(Device):
         """See Device.total_memory: as it was when this was first asked."""
         if not self._total_memory:
             self._total_memory = free_memory(config.cache, self.torch_device)
+            self._taken_before = torch.cuda.memory_allocated(self.torch_device)
         return self._total_memory
 
     def plan_memory(self, demand: Demand) -> None:
@@ -139,7 +141,8 @@ class CudaDevice(Device):
     def measure_memory(self, demand: Demand, make_runner: MakeRunner) -> MemoryBudget:
         graphs = self.graphs(demand.config.scheduler) if demand.config.cuda_graphs else None
         total = self.total_memory(demand.config)
-        return measure_memory(demand, make_runner, total, self.torch_device, graphs)
+        before = self._taken_before
+        return measure_memory(demand, make_runner, total, self.torch_device, graphs, before)
 
     def prepare(self, model: nn.Module, config: EngineConfig, communicator: Communicator) -> None:
         """See Device.prepare: measures which kernels are the fastest, unless a file says it."""

@@ -49,14 +49,16 @@ def measure_memory(
     total: int,
     device: torch.device,
     graphs: Graphs | None,
+    taken_before: int = 0,
 ) -> MemoryBudget:
     """See Device.measure_memory.
 
     Args:
         total: bytes that this process may take.
         graphs: those that will be captured, of which only the sizes are read.
+        taken_before: bytes that other engines of the process had taken when `total` was found.
     """
-    weights = torch.cuda.memory_allocated(device)
+    weights = torch.cuda.memory_allocated(device) - taken_before
     scheduler = demand.config.scheduler
     try:
         fixed = _measure(demand, make_runner, weights, device, graphs)
@@ -81,12 +83,13 @@ def _measure(
 ) -> FixedMemory:
     """What weights, the largest step and the graphs take, by running such a step."""
     torch.cuda.reset_peak_memory_stats(device)
+    present = torch.cuda.memory_allocated(device)
     runner = make_runner(1, 0, None)
     before = torch.cuda.memory_allocated(device)
     for plan in largest_steps(demand.config, demand.model_config, demand.shape.block_sizes):
         runner.submit(plan).result()
     peak = torch.cuda.max_memory_allocated(device) - before
-    fixed_parts = before - weights
+    fixed_parts = before - present
     del runner
     release_cached()
     graph_bytes = 0
