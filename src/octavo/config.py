@@ -95,7 +95,7 @@ class CacheConfig:
     kv_cache_memory: int | None = None
     """Bytes for the pool on each device (of each rank), instead of `num_blocks`."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of a GPU's memory that this process may use, weights included."""
+    """Fraction of a GPU's memory that the engine may use, weights included."""
     swap_space: int = 1 * GIB
     """Bytes of host memory for swapped-out blocks, of all ranks on a host together; 0: preempted
     requests are computed again."""

@@ -30,7 +30,7 @@ _SHORT = 16  # tokens of a prompt
 
 
 def free_memory(cache: CacheConfig, device: torch.device) -> int:
-    """Bytes that this process may take: its share of the device, if so much is free."""
+    """Bytes that an engine may take: its share of the device, if so much is free."""
     torch.zeros(1, device=device)  # the context is there from now on
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * cache.gpu_memory_utilization)
