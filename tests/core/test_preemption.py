@@ -1,11 +1,21 @@
-"""What it costs to take a request off the device is learnt from the steps that have run."""
+"""What it costs to take a request off the device is learnt from the steps that have run, and its
+sequences are rebuilt the way they were forked."""
 
 from __future__ import annotations
 
 import pytest
 
-from octavo.core.preemption import SMOOTHING, PreemptionCosts
-from octavo.core.step import StepPlan, StepResult
+from core.worlds import sampling
+from octavo.core.block_table import BlockTable
+from octavo.core.preemption import (
+    SMOOTHING,
+    PreemptionCosts,
+    prepare_rebuild,
+    rebuild_goal,
+    take_ready_forks,
+)
+from octavo.core.sequence import Request, Sequence
+from octavo.core.step import SamplingSpec, StepPlan, StepResult
 
 
 def step(
@@ -50,3 +60,53 @@ def test_swapping_goes_both_ways() -> None:
     costs = PreemptionCosts(seconds_per_token=0.5, seconds_per_block=0.25)
     assert costs.recompute_seconds(6) == 3.0
     assert costs.swap_seconds(6) == 3.0
+
+
+class Token(int):
+    """A token that counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Token.num_compared += 1
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def test_samples_are_rebuilt_with_few_looks_at_what_they_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of 32 samples is compared with the one that it follows, behind their prompt; every
+    fourth begins like the first one of its kind, for 100 tokens."""
+    monkeypatch.setattr(Token, "num_compared", 0)
+    prompt = list(range(2000))
+    request = Request("r", prompt, sampling(32, 4000), SamplingSpec())
+    for index in range(32):
+        output = [index % 4] * 100 + [10 + index] * 100
+        token_ids: list[int] = [Token(token_id) for token_id in prompt + output]
+        request.sequences.append(Sequence(index, request, token_ids, index))
+    leader, *others = request.sequences
+    prepare_rebuild(request)
+    assert rebuild_goal(leader, request.sequences) == 2000
+    leader.table, leader.num_computed_tokens = BlockTable(1), 2000
+    ready = take_ready_forks(request.sequences)
+    assert [follower.sample_index for _, follower in ready] == [1, 2, 3]
+    assert [seq.leader for seq in others[3:]] == [request.sequences[i % 4] for i in range(4, 32)]
+    assert {seq.branch_at for seq in others[3:]} == {2100}
+    assert Token.num_compared < 2 * 32 * 400  # in two rounds
+
+
+def test_a_sample_that_ends_where_others_branch_leads_none_of_them() -> None:
+    """Its last token is theirs, too, but is still to be computed."""
+    request = Request("r", [1, 2], sampling(4, 10), SamplingSpec())
+    for index, output in enumerate([[5, 6], [7], [7, 8, 9], [7, 8, 4]]):
+        request.sequences.append(Sequence(index, request, [1, 2, *output], index))
+    leader, short, first, second = request.sequences
+    prepare_rebuild(request)
+    leader.table, leader.num_computed_tokens = BlockTable(1), 2
+    assert take_ready_forks(request.sequences) == [(leader, short), (leader, first)]
+    assert second.leader is first
+    assert second.branch_at == 4

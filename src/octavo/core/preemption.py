@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from octavo.core.kv.manager import KVCacheManager
+from octavo.core.prefix_node import first_difference
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import StepPlan, StepResult
 
@@ -77,14 +78,12 @@ class PreemptionCosts:
 # -------------------------------------------------------------------- rebuilding what was shared
 
 
-def num_common(a: Sequence, b: Sequence) -> int:
+def num_common(a: Sequence, b: Sequence, known: int = 0) -> int:
     """The tokens after which `b` can fork off `a`: their common prefix, but for the last token of
-    each, which must be computed."""
+    each, which must be computed. Both have the prompt, and the first `known` tokens, in common."""
     limit = min(a.num_tokens, b.num_tokens) - 1
-    for i in range(limit):
-        if a.token_ids[i] != b.token_ids[i]:
-            return i
-    return limit
+    start = min(max(known, a.num_prompt_tokens), limit)
+    return first_difference(a.token_ids, b.token_ids, start, limit)
 
 
 def prepare_rebuild(request: Request) -> None:
@@ -113,16 +112,18 @@ def take_ready_forks(sequences: Seq[Sequence]) -> list[tuple[Sequence, Sequence]
     """(leader, follower) pairs whose follower forks off now. Followers that leave the same leader
     at the same token share what they can: one of them leads the others."""
     ready = []
+    first_of: dict[tuple[Sequence, int, int], Sequence] = {}  # leader, place and next token
     for seq in sequences:
-        leader = seq.leader
-        if leader is None or leader.table is None or leader.num_computed_tokens < seq.branch_at:
+        leader, place = seq.leader, seq.branch_at
+        if leader is None or leader.table is None or leader.num_computed_tokens < place:
             continue
-        ready.append((leader, seq))
-        seq.leader = None
-        for other in sequences:
-            if other.leader is leader and other.branch_at == seq.branch_at:
-                common = num_common(seq, other)
-                if common > seq.branch_at:
-                    other.leader = seq
-                    other.branch_at = common
+        first = seq
+        if seq.num_tokens - 1 > place:
+            first = first_of.setdefault((leader, place, seq.token_ids[place]), seq)
+        if first is seq:
+            ready.append((leader, seq))
+            seq.leader = None
+        else:
+            seq.leader = first
+            seq.branch_at = num_common(first, seq, place + 1)
     return ready

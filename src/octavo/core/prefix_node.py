@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from typing import TypeVar
+
+FIRST_COMPARED = 16
+
+Tokens = TypeVar("Tokens", bytes, list[int])
 
 
 class PrefixNode:
@@ -41,3 +46,21 @@ def same_prefix(a: PrefixNode, b: PrefixNode) -> bool:
         a, b = a.parent, b.parent
     top_b.parent = top_a.parent
     return True
+
+
+def first_difference(a: Tokens, b: Tokens, start: int, end: int, size: int = 1) -> int:
+    """The first place from `start` on at which `a` and `b` differ; `end` if there is none. Place i
+    is elements i * size to (i + 1) * size - 1 of both.
+
+    Gallops, and then bisects: what is compared is proportional to what is equal.
+    """
+    num = FIRST_COMPARED
+    while start < end:
+        stop = min(start + num, end)
+        if a[start * size : stop * size] == b[start * size : stop * size]:
+            start = stop
+            num *= 2
+        else:
+            end = stop - 1
+            num = max(1, (stop - start) // 2)
+    return start

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.core.prefix_node import TOKEN_BYTES, same_prefix
+from octavo.core.prefix_node import TOKEN_BYTES, first_difference, same_prefix
 from octavo.core.sequence import Sequence
 
 MAX_RECENT = 8  # different beginnings in turn, such as system prompts
-FIRST_COMPARED = 16  # blocks
 
 
 class RecentPrompts:
@@ -48,27 +47,11 @@ class RecentPrompts:
             in_prompt = len(other.request.packed_prompt) // self._block_bytes
             end = min(num_blocks, len(theirs), in_prompt)
             if start < end and same_prefix(theirs[start - 1], nodes[-1]):
-                stop = self._first_difference(seq, other, start, end)
+                ours, others = seq.request.packed_prompt, other.request.packed_prompt
+                stop = first_difference(ours, others, start, end, self._block_bytes)
                 if stop > start:
                     nodes += theirs[start:stop]
                     used = other
         if used is not None:
             self.add(used)
         return len(nodes) - num_before
-
-    def _first_difference(self, a: Sequence, b: Sequence, start: int, end: int) -> int:
-        """The first block from `start` on in which two prompts differ; `end` if none does.
-
-        Gallops, and then bisects: what is compared is proportional to what is equal.
-        """
-        ours, theirs, size = a.request.packed_prompt, b.request.packed_prompt, self._block_bytes
-        num = FIRST_COMPARED
-        while start < end:
-            stop = min(start + num, end)
-            if ours[start * size : stop * size] == theirs[start * size : stop * size]:
-                start = stop
-                num *= 2
-            else:
-                end = stop - 1
-                num = max(1, (stop - start) // 2)
-        return start
