@@ -90,6 +90,8 @@ class Scheduler:
         self.limits = RequestLimits(config, kv)
         self.costs = PreemptionCosts()
         self.num_preemptions = {"swap": 0, "recompute": 0}
+        # For observers: called with each request that was just preempted.
+        self.on_preempt: Callable[[Request], None] | None = None
         self.in_flight: dict[int, StepInFlight] = {}  # by step id
         self._lifecycle = SequenceLifecycle(kv)
         # Requests that are not planned because no token could be drawn for some of their rows, by
@@ -369,6 +371,8 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions[mode] += 1
         builder.preempted.append(request)
+        if self.on_preempt is not None:
+            self.on_preempt(request)
 
     def _recompute(self, request: Request) -> None:
         """Give a request's blocks back, and let it wait in its old place to be recomputed."""

@@ -51,10 +51,9 @@ class Recorder:
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
         self._predict = predict
-        self._num_preemptions = 0  # of all requests, as far as they have been recorded
-        self._preempted_before: dict[str, int] = {}  # how often, by request id
         engine.observers.append(self._observe)
         engine.kv.on_allocate = self._note_admission
+        engine.scheduler.on_preempt = self._note_preemption
 
     @property
     def watching(self) -> bool:
@@ -91,7 +90,6 @@ class Recorder:
         num_tokens = plan.num_tokens + plan.num_encoder_tokens
         self._step_size = (num_tokens, len(plan.seq_ids))
         self._count(plan, result, progress)
-        self._find_preempted()
         if self.watching:
             self._note_moves(plan)
 
@@ -142,33 +140,20 @@ class Recorder:
             )
         )
 
-    def _find_preempted(self) -> None:
-        """Record new preemptions, found by comparing the scheduler's and the requests' counts."""
-        scheduler = self._engine.scheduler
-        total = sum(scheduler.num_preemptions.values())
-        if total == self._num_preemptions:
-            return
-        self._num_preemptions = total
-        before, self._preempted_before = self._preempted_before, {}
-        for request in [*scheduler.swapped, *scheduler.waiting, *scheduler.running]:
-            if request.num_preemptions > before.get(request.request_id, 0):
-                self.preempted.append(self._preemption(request))
-            if request.num_preemptions:
-                self._preempted_before[request.request_id] = request.num_preemptions
-
-    def _preemption(self, request: Request) -> Preempted:
-        """The event of a request that was just preempted, with the cost of resuming it."""
+    def _note_preemption(self, request: Request) -> None:
+        """Record that a request was just preempted, with the cost of resuming it."""
         costs, now = self._engine.scheduler.costs, self._engine.clock()
         if request.status is Status.SWAPPED:
             held = [seq for seq in request.sequences if seq.table is not None]
-            num_blocks = self._engine.kv.num_swap_in_blocks(held)
-            seconds = costs.swap_seconds(num_blocks)
-            return Preempted(now, request.request_id, "swap", num_blocks, 0, seconds)
-        first, *others = request.sequences
-        num_tokens = len(request.encoder_token_ids) + first.num_tokens
-        num_tokens += sum(seq.num_tokens - num_common(first, seq) for seq in others)
-        seconds = costs.recompute_seconds(num_tokens)
-        return Preempted(now, request.request_id, "recompute", 0, num_tokens, seconds)
+            num_blocks, num_tokens = self._engine.kv.num_swap_in_blocks(held), 0
+            mode, seconds = "swap", costs.swap_seconds(num_blocks)
+        else:
+            first, *others = request.sequences
+            num_blocks, num_tokens = 0, len(request.encoder_token_ids) + first.num_tokens
+            num_tokens += sum(seq.num_tokens - num_common(first, seq) for seq in others)
+            mode, seconds = "recompute", costs.recompute_seconds(num_tokens)
+        event = Preempted(now, request.request_id, mode, num_blocks, num_tokens, seconds)
+        self.preempted.append(event)
 
     def _note_moves(self, plan: StepPlan) -> None:
         now, kv, watched = self._engine.clock(), self._engine.kv, self.watched
