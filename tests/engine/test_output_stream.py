@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from collections import deque
 from typing import Any
 
@@ -14,6 +15,7 @@ from octavo.core.decoding import Sampling
 from octavo.core.sequence import Request
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.engine.local_client import LocalClient, LocalStream
+from octavo.engine.output_text import OutputText
 from octavo.engine.results import (
     Finished,
     NewTokens,
@@ -22,7 +24,7 @@ from octavo.engine.results import (
     error_of,
     report_of,
 )
-from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer import Detokenizer, Tokenizer
 from octavo.errors import InvalidRequest, LogitsNotFinite, RequestTooLong
 from octavo.llm import LLM
 from octavo.outputs import SequenceDelta
@@ -191,3 +193,38 @@ def test_a_request_that_is_aborted_has_what_there_is() -> None:
         assert client.abort_request(stream) is None
         assert (client.num_open, client.has_unfinished, client.step()) == (0, False, [])
         assert llm.engine.kv.pool.num_held == 0
+
+
+class Lengths(Detokenizer):
+    """Each token is the length of its text."""
+
+    def __init__(self) -> None:
+        """Nothing came before."""
+
+    def _follow(self, ending: list[int]) -> None: ...
+
+    def add(self, token_id: int) -> str:
+        return "a" * token_id
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_token_more_does_not_copy_the_text_before_it(stop: tuple[str, ...]) -> None:
+    """A million characters of it; once or twice the memory for it grows."""
+    text = OutputText(Lengths(), stop)
+    text.extend([1_000_000], 0, None)
+    text.release(False)
+    peaks = []
+    tracemalloc.start()
+    for number in range(9):
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        text.extend([1], 1 + number, None)
+        text.release(False)
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    assert sorted(peaks)[4] < 10_000
+    text.release(True)
+    assert text.text == "a" * 1_000_009

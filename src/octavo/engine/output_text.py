@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from io import StringIO
 
 from octavo.engine.tokenizer import Detokenizer
 
@@ -16,13 +17,12 @@ class OutputText:
 
     __slots__ = (
         "_detokenizer",
+        "_held",
         "_include_stop",
         "_longest",
         "_min_tokens",
-        "_num_released",
-        "_num_searched",
+        "_released",
         "_stops",
-        "text",
     )
 
     def __init__(
@@ -45,9 +45,13 @@ class OutputText:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._longest = max((len(stop) for stop in stops), default=0)
-        self._num_released = 0
-        self._num_searched = 0  # no stop string ends before this
-        self.text = ""
+        self._released = StringIO()  # to which text is added without copying it all
+        self._held = ""  # what comes after it
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self._released.getvalue() + self._held
 
     def extend(
         self, token_ids: Seq[int], num_before: int, ended: str | None
@@ -61,9 +65,10 @@ class OutputText:
         for i, token_id in enumerate(token_ids):
             if ended == "stop" and i == last and not self._include_stop:
                 break  # the token that ends a sequence is not part of its text
-            self.text += self._detokenizer.add(token_id)
+            start = len(self._held)
+            self._held += self._detokenizer.add(token_id)
             if self._stops:
-                stop = self._find_stop(num_before + i + 1)
+                stop = self._find_stop(start, num_before + i + 1)
                 if stop is not None:
                     return i + 1, stop
         if ended is not None:
@@ -72,33 +77,33 @@ class OutputText:
 
     def finish(self) -> None:
         """No more tokens come."""
-        self.text += self._detokenizer.finish()
+        self._held += self._detokenizer.finish()
 
     def release(self, finished: bool) -> str:
         """The text that the client may see now and has not seen before."""
-        end = len(self.text)
+        end = len(self._held)
         if not finished and self._longest:
-            end = max(self._num_released, end - self._longest + 1)
-        released = self.text[self._num_released : end]
-        self._num_released = max(self._num_released, end)
+            end = max(0, end - self._longest + 1)
+        released, self._held = self._held[:end], self._held[end:]
+        self._released.write(released)
         return released
 
-    def _find_stop(self, num_tokens: int) -> str | None:
-        """Cut the text at the first stop string that its new part completes.
+    def _find_stop(self, start: int, num_tokens: int) -> str | None:
+        """Cut the text at the first stop string that its new part completes, which begins at
+        `start` of what is held back.
 
         Of several matches the one that ends first counts. Nothing is found while there are fewer
         than `min_tokens`; what comes before is not searched later, either.
         """
-        start, self._num_searched = self._num_searched, len(self.text)
         if num_tokens < self._min_tokens:
             return None
         best: tuple[int, str] | None = None
         for stop in self._stops:
-            found = self.text.find(stop, max(0, start - len(stop) + 1))
+            found = self._held.find(stop, max(0, start - len(stop) + 1))
             if found >= 0 and (best is None or found + len(stop) < best[0]):
                 best = (found + len(stop), stop)
         if best is None:
             return None
         end, stop = best
-        self.text = self.text[: end if self._include_stop else end - len(stop)]
+        self._held = self._held[: end if self._include_stop else end - len(stop)]
         return stop
