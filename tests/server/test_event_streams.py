@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Message
 
 from octavo.errors import ConfigError
+from octavo.outputs import RequestOutput, SequenceDelta
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.app import create_app
 from octavo.server.http.settings import ServerSettings
-from octavo.server.http.streams import EventStream
+from octavo.server.http.streams import EventStream, merged
 from server.clients import run, symbolic_client
 from server.symbolic_engine import expected_tokens
 
@@ -183,3 +185,40 @@ def test_the_library_sends_events_by_the_method_that_event_streams_override() ->
     """Under another name, each event would cost a cancel scope again."""
     assert "_send_with_timeout" in vars(EventSourceResponse)
     assert EventStream._send_with_timeout is not EventSourceResponse._send_with_timeout
+
+
+class Piecewise:
+    """A stream whose pieces come when the test says so."""
+
+    def __init__(self) -> None:
+        self.pieces = asyncio.Queue[SequenceDelta | RequestOutput]()
+
+    async def __anext__(self) -> SequenceDelta | RequestOutput:
+        return await self.pieces.get()
+
+
+def test_a_piece_of_one_stream_is_no_work_for_the_others() -> None:
+    """Of 200 prompts in one request, of which most wait while one is answered."""
+    num_callbacks = 0
+
+    class Counting(asyncio.Task[Any]):
+        def add_done_callback(self, *args: Any, **options: Any) -> None:
+            nonlocal num_callbacks
+            num_callbacks += 1
+            super().add_done_callback(*args, **options)
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(lambda loop, work, **options: Counting(work, loop=loop, **options))
+        streams = [Piecewise() for _ in range(200)]
+        for number in range(100):
+            streams[7].pieces.put_nowait(SequenceDelta("r", 0, str(number), [number], []))
+        pieces = merged(cast("list[RequestStream]", streams))
+        found = [await anext(pieces) for _ in range(100)]
+        assert [(index, each.text) for index, each in found] == [  # type: ignore[union-attr]
+            (7, str(number)) for number in range(100)
+        ]
+        assert num_callbacks < 200 + 2 * 100
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(test())

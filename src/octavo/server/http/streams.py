@@ -99,16 +99,24 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, S
         async for each in streams[0]:
             yield 0, each
         return
-    waiting = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(streams)}
+    waiting: dict[asyncio.Future[StreamEvent], int] = {}
+    arrived = asyncio.Queue[asyncio.Future[StreamEvent]]()
+
+    def ask(index: int) -> None:
+        task = asyncio.ensure_future(anext(streams[index]))
+        waiting[task] = index
+        task.add_done_callback(arrived.put_nowait)
+
     try:
+        for index in range(len(streams)):
+            ask(index)
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                index = waiting.pop(task)
-                item = task.result()
-                if not isinstance(item, RequestOutput):
-                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
-                yield index, item
+            task = await arrived.get()
+            index = waiting.pop(task)
+            item = task.result()
+            if not isinstance(item, RequestOutput):
+                ask(index)
+            yield index, item
     finally:
         for task in waiting:
             task.cancel()
