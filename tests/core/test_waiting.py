@@ -105,6 +105,15 @@ def test_only_as_many_are_recalled_as_a_step_could_admit() -> None:
     assert len(queues.ready) + num_started <= slots + MAX_DEFERRALS
 
 
+def test_those_that_have_ended_keep_nobody_waiting_behind_them() -> None:
+    world, requests = deferred_crowd(300)
+    for request in requests[1:-1]:
+        world.scheduler.abort(request.request_id)
+    world.scheduler.update(*world.under_way.popleft())  # the prefix is there
+    world.scheduler.schedule()
+    assert world.names("running") == ["r0", "r299"]
+
+
 def end_by_abort(world: World, leader: Request) -> None:
     world.scheduler.abort(leader.request_id)
 

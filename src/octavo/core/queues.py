@@ -84,10 +84,11 @@ class Queues:
         however many have waited for it."""
         for key in [key for key in self._deferred if not is_in_progress(key)]:
             self._recalled.extend(self._deferred.pop(key))
-        for _ in range(min(at_most, len(self._recalled))):
+        while self._recalled and at_most > 0:
             request = self._recalled.popleft()
             if not request.is_finished:
                 self.ready.add(request)
+                at_most -= 1
 
     def deferred(self) -> list[Request]:
         """Waiting requests that are not ready; for inspection."""
