@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from octavo.core.step import Fork, Grammar, LogitBias, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import (
+    Fork,
+    Grammar,
+    LogitBias,
+    OpenedRow,
+    SamplingSpec,
+    StepPlan,
+    TableWrite,
+    TokenWrites,
+)
 from octavo.ops import HostStaging
 from octavo.structured.constraint import num_words, words_of
 from octavo.worker.block_tables import BlockTables
@@ -248,6 +257,20 @@ def check_sampling(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     for entry in sampling.edited:
         assert entry.token_ids.tolist() == edited[entry.index].tokens
         assert entry.num_prompt_tokens == edited[entry.index].num_prompt
+    for seq_id, counts in counted(batch, ending).items():
+        row = naive.rows[seq_id]
+        output = row.tokens[row.num_prompt :]
+        assert counts == {token_id: output.count(token_id) for token_id in row.tokens}
+
+
+def counted(batch: InputBatch, ending: list[int]) -> dict[int, dict[int, int]]:
+    """How often the tokens of rows occur in their outputs, by sequence id; of edited rows."""
+    found = {}
+    for entry in batch.with_texts(ending, batch.sampling_batch(ending, []).edited):
+        entry.counts.take(entry.token_ids, entry.num_prompt_tokens)
+        token_ids, counts = entry.counts.pairs(outputs_only=False)
+        found[ending[entry.index]] = dict(zip(token_ids.tolist(), counts.tolist(), strict=True))
+    return found
 
 
 def check_prompt_chunks(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
@@ -293,6 +316,18 @@ def test_random_plans_leave_the_rows_as_a_naive_model_has_them(seed: int) -> Non
 
 def opened(seq_id: int, length: int, spec: SamplingSpec = SPECS[0]) -> OpenedRow:
     return OpenedRow(seq_id, tuple(range(length)), length, 0, spec, seed=0, sample_index=0)
+
+
+def test_tokens_are_counted_again_where_one_was_rewritten() -> None:
+    batch = make_batch()
+    plan = StepPlan(
+        0, [1], [3], [1], [], opened=[opened(1, 3, SamplingSpec(frequency_penalty=1.0))]
+    )
+    batch.apply(plan)
+    batch.fill(batch.advance(plan), np.array([7]))
+    assert counted(batch, [1]) == {1: {0: 0, 1: 0, 2: 0, 7: 1}}
+    batch.apply(StepPlan(1, [], [], [], [], token_writes=TokenWrites([1], [3], [2])))
+    assert counted(batch, [1]) == {1: {0: 0, 1: 0, 2: 1}}
 
 
 def test_a_row_that_is_opened_again_has_an_empty_table() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.core.step import LogitBias, SamplingSpec
-from octavo.worker.logit_edits import EditedRow, edit_logits, has_edits
+from octavo.worker.logit_edits import EditedRow, TokenCounts, edit_logits, has_edits
 
 INF = float("inf")
 
@@ -92,6 +92,16 @@ def test_rows_are_edited_apart() -> None:
         [0.0] * 6,
         [0.0, 0.0, -1.0, 0.0, -2.0, 2.0],
     ]
+
+
+def test_what_was_counted_in_an_earlier_step_is_not_looked_at_again() -> None:
+    spec = SamplingSpec(presence_penalty=1.0, repetition_penalty=2.0)
+    text, counts = np.array([0, 1, 2, 2, 3], np.int32), TokenCounts()
+    for end, expected in ((4, [2.0, 2.0, 1.0, 4.0]), (5, [2.0, 2.0, 1.0, 1.0])):
+        logits = torch.full((1, 4), 4.0)
+        edit_logits(logits, [EditedRow(0, spec, text[:end], 2, counts)])
+        assert logits.tolist() == [expected]
+        text[:4] = 1
 
 
 def test_an_empty_output_has_no_penalty() -> None:

@@ -15,7 +15,7 @@ from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.structured.constraint import Words
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
-from octavo.worker.logit_edits import EditedRow, follows_text, has_edits, is_forced
+from octavo.worker.logit_edits import EditedRow, TokenCounts, follows_text, has_edits, is_forced
 from octavo.worker.mask_rules import (
     has_first_masks,
     has_mask,
@@ -124,6 +124,8 @@ class InputBatch:
         self._rows["num_computed"][0] = -1  # so that a padding token has a context of 0
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
+        # Of rows whose edits follow their texts, by row, as far as these were counted.
+        self._counts: dict[int, TokenCounts] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's deltas to the rows, in the order that the scheduler relies on."""
@@ -315,10 +317,12 @@ class InputBatch:
     def with_texts(self, seq_ids: Sequence[int], edited: Sequence[EditedRow]) -> list[EditedRow]:
         """The rows of `seq_ids` to be edited, with tokens that have become known since."""
         rows = self.rows_of([seq_ids[edit.index] for edit in edited])
-        return [
-            replace(edit, token_ids=self._token_ids[row, : len(edit.token_ids)])
-            for row, edit in zip(rows, edited, strict=True)
-        ]
+        texts = []
+        for row, edit in zip(rows.tolist(), edited, strict=True):
+            text = self._token_ids[row, : len(edit.token_ids)]
+            counts = self._counts.setdefault(row, TokenCounts())
+            texts.append(replace(edit, token_ids=text, counts=counts))
+        return texts
 
     def advance(self, plan: StepPlan) -> Drawn:
         """Count the step's tokens as computed, and append a pending token to each sampled row."""
@@ -395,6 +399,7 @@ class InputBatch:
         self._known_rows = [], self._known_rows[1][:0]
         self._specs[row] = None
         self._encoder_ids[row] = ()
+        self._counts.pop(row, None)
         self._masks.close(row)
         self._free_rows.append(row)
 
@@ -458,6 +463,7 @@ class InputBatch:
         for child, (parent, _) in run.items():
             self._specs[child] = self._specs[parent]
             self._encoder_ids[child] = self._encoder_ids[parent]
+            self._counts.pop(child, None)
             self._masks.copy(child, int(parent))
 
     def _write_tokens(self, writes: TokenWrites) -> None:
@@ -471,6 +477,11 @@ class InputBatch:
         self._rows["num_tokens"][rows] = positions + 1
         num_computed = self._rows["num_computed"]
         num_computed[rows] = np.minimum(num_computed[rows], positions)
+        if self._counts:
+            for row, position in zip(rows.tolist(), writes.positions, strict=True):
+                counts = self._counts.get(row)
+                if counts is not None and counts.num_counted > position:
+                    del self._counts[row]
         flags = self._rows["flags"][rows]
         for i in np.flatnonzero(flags & _MASK).tolist():
             num_prompt = int(self._rows["num_prompt"][rows[i]])

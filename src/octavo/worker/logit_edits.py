@@ -7,8 +7,10 @@ row's text or settings are touched, so the cost grows with those and not with th
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +23,43 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
 
+class TokenCounts:
+    """The distinct tokens of a row's text, and how often each of them occurs in its output. A token
+    more is one look-up more, however long the text is."""
+
+    __slots__ = ("_counts", "_places", "_token_ids", "num_counted")
+
+    def __init__(self) -> None:
+        self.num_counted = 0  # tokens of the text
+        self._token_ids = array("q")
+        self._counts = array("q")
+        self._places: dict[int, int] = {}  # of the tokens, in both
+
+    def take(self, text: NDArray[np.int32], num_prompt_tokens: int) -> None:
+        """Count what is new in a text that begins with what was counted before."""
+        output = max(self.num_counted, num_prompt_tokens)
+        for token_id in set(text[self.num_counted : output].tolist()):
+            self._add(token_id, 0)
+        for token_id, count in Counter(text[output:].tolist()).items():
+            self._add(token_id, count)
+        self.num_counted = len(text)
+
+    def _add(self, token_id: int, count: int) -> None:
+        place = self._places.setdefault(token_id, len(self._token_ids))
+        if place == len(self._token_ids):
+            self._token_ids.append(token_id)
+            self._counts.append(0)
+        self._counts[place] += count
+
+    def pairs(self, outputs_only: bool) -> tuple[Int64s, Int64s]:
+        """Distinct tokens, and how often each occurs in the output."""
+        token_ids, counts = np.array(self._token_ids), np.array(self._counts)
+        if not outputs_only:
+            return token_ids, counts
+        is_there = counts > 0
+        return token_ids[is_there], counts[is_there]
+
+
 @dataclass(frozen=True, slots=True)
 class EditedRow:
     """A row of logits to be edited."""
@@ -29,6 +68,8 @@ class EditedRow:
     spec: SamplingSpec
     token_ids: NDArray[np.int32]  # [num_tokens]: prompt and output so far
     num_prompt_tokens: int
+    # Of as many tokens or fewer; kept from one step of the row to the next.
+    counts: TokenCounts = field(default_factory=TokenCounts)
 
 
 def has_edits(spec: SamplingSpec) -> bool:
@@ -70,13 +111,13 @@ def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64
     """The distinct tokens of each row.
 
     Returns:
-        int64 [num_pairs] each: index in `rows`, token id, and how often it occurs in the row.
+        int64 [num_pairs] each: index in `rows`, token id, and how often it occurs in the output.
     """
-    texts = [row.token_ids[row.num_prompt_tokens if outputs_only else 0 :] for row in rows]
-    owners = np.repeat(np.arange(len(rows)), [len(text) for text in texts])
-    keys = (owners << 32) | np.concatenate(texts)
-    distinct, counts = np.unique(keys, return_counts=True)
-    return distinct >> 32, distinct & 0xFFFFFFFF, counts
+    for row in rows:
+        row.counts.take(row.token_ids, row.num_prompt_tokens)
+    token_ids, counts = zip(*(row.counts.pairs(outputs_only) for row in rows), strict=True)
+    owners = np.repeat(np.arange(len(rows)), list(map(len, token_ids)))
+    return owners, np.concatenate(token_ids), np.concatenate(counts)
 
 
 def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
