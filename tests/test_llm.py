@@ -292,6 +292,25 @@ def test_pinned_prefixes_have_names_of_their_own(llm: LLM) -> None:
         llm.unpin_prefix(name)
 
 
+def test_the_name_of_a_pinned_prefix_is_not_looked_for_among_all_of_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks = 0
+
+    class Pins(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__contains__(name)
+
+    monkeypatch.setattr(llm.engine.kv, "pins", Pins())
+    names = [llm.pin_prefix([number] * 16) for number in range(1, 6)]
+    assert len(set(names)) == 5
+    assert num_looks <= 3 * 5
+    for name in names:
+        llm.unpin_prefix(name)
+
+
 def test_bad_words_do_not_appear(llm: LLM) -> None:
     free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     tokens = free[0].outputs[0].token_ids

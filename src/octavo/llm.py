@@ -67,6 +67,7 @@ class LLM:
         self.engine = load_engine(config)
         self.client = LocalClient(self.engine, tokenizer)
         self._turn = RLock()  # of the thread whose call uses the engine
+        self._numbers = count()  # in the names of pinned prefixes
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -343,7 +344,7 @@ class LLM:
         """
         with self._turn:
             if name is None:
-                names = (f"prefix-{number}" for number in count())
+                names = (f"prefix-{number}" for number in self._numbers)
                 name = next(each for each in names if each not in self.engine.kv.pins)
             self.client.pin_prefix(prefix, name, cache_salt)
         return name
