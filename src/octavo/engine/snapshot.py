@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+
+import numpy as np
 
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.sequence import Request, Sequence
@@ -137,18 +140,16 @@ def _view_sequence(seq: Sequence, with_tokens: bool) -> SequenceView:
 
 
 def _view_tier(pool: BlockPool) -> TierView:
-    is_cached = bytearray(pool.num_blocks + 1)
-    for block_id in pool.cached_ids():
-        is_cached[block_id] = 1
     counts = pool.ref_counts()
     try:
         ref_counts = bytes(counts)
     except ValueError:  # a block with more holders than a byte can count
-        ref_counts = bytes([min(count, 255) for count in counts])
+        as_array = np.frombuffer(array("i", counts), np.int32)
+        ref_counts = np.minimum(as_array, 255).astype(np.uint8).tobytes()
     return TierView(
         pool.num_blocks,
         pool.num_free,
         pool.num_free_cached,
         ref_counts,
-        bytes(is_cached[1:]),
+        pool.cached_marks(),
     )

@@ -30,7 +30,7 @@ class BlockPool:
         """
         self.num_blocks = num_blocks
         self._ref_counts = [0] * (num_blocks + 1)
-        self._cached: set[int] = set()
+        self._cached = bytearray(num_blocks + 1)  # 1: a block is cached
         self._copies: set[int] = set()
         self._on_evict = on_evict
         self._on_copy_freed = on_copy_freed
@@ -62,7 +62,7 @@ class BlockPool:
         return [counts[b] for b in block_ids].count(0) - block_ids.count(NULL_BLOCK)
 
     def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
+        return bool(self._cached[block_id])
 
     def allocate(self) -> int:
         """Take a free block, and evict what it caches. The caller has checked `num_free`."""
@@ -74,7 +74,7 @@ class BlockPool:
         else:
             assert self._free_cached, "allocate from a pool without free blocks"
             block_id, _ = self._free_cached.popitem(last=False)
-            self._cached.discard(block_id)
+            self._cached[block_id] = 0
             if self._on_evict is not None:
                 self._on_evict(block_id)
         self._ref_counts[block_id] = 1
@@ -102,7 +102,7 @@ class BlockPool:
         assert count >= 0, f"block {block_id} is already free"
         self._ref_counts[block_id] = count
         if count == 0:
-            if block_id in self._cached:
+            if self._cached[block_id]:
                 self._free_cached[block_id] = None
                 return
             self._emptied.append(block_id)
@@ -115,7 +115,7 @@ class BlockPool:
         """Mark a held block as cached: its contents can be found by prefix."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be indexed"
         self._copies.discard(block_id)
-        self._cached.add(block_id)
+        self._cached[block_id] = 1
 
     def mark_copy(self, block_id: int) -> None:
         """Mark a held block as a copy of a cached one."""
@@ -125,17 +125,17 @@ class BlockPool:
     def forget_cached(self, block_id: int) -> None:
         """Unmark a block, held or free, so that it is neither cached nor a copy."""
         self._copies.discard(block_id)
-        if block_id in self._cached:
-            self._cached.remove(block_id)
+        if self._cached[block_id]:
+            self._cached[block_id] = 0
             if self._ref_counts[block_id] == 0:
                 del self._free_cached[block_id]
                 self._emptied.append(block_id)
 
     def drop_cached(self) -> None:
-        """Unmark all blocks; held blocks stay held. O(cached blocks)."""
+        """Unmark all blocks; held blocks stay held. O(pool)."""
         self._emptied.extend(reversed(self._free_cached))
         self._free_cached.clear()
-        self._cached.clear()
+        self._cached = bytearray(self.num_blocks + 1)
         self._copies.clear()
 
     def ref_counts(self) -> list[int]:
@@ -143,8 +143,12 @@ class BlockPool:
         return self._ref_counts[1:]
 
     def cached_ids(self) -> set[int]:
-        """Blocks that the prefix cache can find, held or free; for inspection only."""
-        return self._cached
+        """Blocks that the prefix cache can find, held or free; O(pool), for inspection only."""
+        return {block_id for block_id, is_cached in enumerate(self._cached) if is_cached}
+
+    def cached_marks(self) -> bytes:
+        """For blocks 1, 2, ... whether the prefix cache can find them, 1 or 0; for inspection."""
+        return bytes(memoryview(self._cached)[1:])
 
     def free_ids(self) -> list[int]:
         """All free blocks in the order in which they would be taken; O(pool), for inspection."""
