@@ -443,7 +443,9 @@ class LLM:
                             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
                         bar.update()
         finally:
-            for stream in streams:  # those that have not come to their end
+            # Those that have not come to their end. The last one leaves a queue at once; behind the
+            # first, all others move up.
+            for stream in reversed(streams):
                 self.client.abort_request(stream)
         return [stream.output for stream in streams if stream.output is not None]
 
