@@ -6,11 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.draining import DrainOrder
+from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.slices import SLICE_TOKENS, SLICE_UNITS, Slices
 from octavo.server.engine_process.supervision import Supervision
@@ -45,6 +48,13 @@ def test_a_slice_is_bounded_in_units_and_tokens_and_works_follow_one_another() -
         assert done == ["a"] * 100 + ["b"] * 100 + ["c"] * 100
 
     run(test())
+
+
+def test_output_that_is_sent_again_counts_in_a_slice() -> None:
+    """An engine that goes on with a request is sent all of it."""
+    request: Any = SimpleNamespace(input_token_ids=[1, 2, 3])
+    samples: list[Any] = [SimpleNamespace(token_ids=[4] * num) for num in (5, 0, 7)]
+    assert OpenRequest("r", request, None, 0.0, samples).num_tokens == 15
 
 
 def test_work_that_fails_does_not_stop_what_comes_after_it() -> None:

@@ -227,7 +227,7 @@ class Fleet:
                 if entry.replica == replica.number and self._is_open(entry):
                     self._take(entry)
                     self._place(entry)
-                    yield entry.num_prompt_tokens
+                    yield entry.num_tokens
             self._quarantine.leave(replica.number)
             self._dispatch()
         finally:
@@ -285,7 +285,7 @@ class Fleet:
                     self._take(entry)
                     self._send(entry, replica, load)
                     num_moved += 1
-                    yield entry.num_prompt_tokens
+                    yield entry.num_tokens
                 else:
                     yield 0
         finally:
@@ -341,7 +341,7 @@ class Fleet:
                 for entry in [e for e in self._journal.requests.values() if e.replica is None]:
                     if entry.replica is None and self._is_open(entry):
                         self._place(entry)
-                        yield entry.num_prompt_tokens
+                        yield entry.num_tokens
         finally:
             self._is_dispatching = False
 

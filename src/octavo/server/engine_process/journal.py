@@ -95,6 +95,11 @@ class OpenRequest:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
+    def num_tokens(self) -> int:
+        """Of its prompt and its output so far, all of which go to the engine that has it next."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
     def position(self) -> int:
         """How far it has come. Beam search, which starts again each time, counts steps."""
         if self.request.beam is None:
