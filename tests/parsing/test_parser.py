@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
@@ -23,8 +25,8 @@ from octavo.parsing.events import (
     joined,
 )
 from octavo.parsing.formats import CALL_FORMATS, AnswerFormat, find_format
-from octavo.parsing.parser import ResponseParser
-from octavo.parsing.template import read_template
+from octavo.parsing.parser import MAX_HELD, MAX_READ, ResponseParser
+from octavo.parsing.template import Delimiter, read_template
 
 PROPERTIES = {"f": {"x": {"type": "integer"}, "y": {"type": ["string", "null"]}}}
 
@@ -466,3 +468,94 @@ def test_a_prompt_may_have_the_beginning_of_a_call() -> None:
 def test_a_broken_template_is_refused(change: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         find_format(None, HERMES | change if isinstance(change, dict) else change)
+
+
+class Counted:
+    """A pattern that counts the characters in which it is searched."""
+
+    def __init__(self, pattern: regex.Pattern[str]) -> None:
+        self.pattern, self.num_characters = pattern, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pattern, name)
+
+    def search(self, text: str, place: int, partial: bool) -> regex.Match[str] | None:
+        self.num_characters += len(text) - place
+        return self.pattern.search(text, place, partial=partial)
+
+
+def counted(format_: AnswerFormat) -> tuple[AnswerFormat, list[Counted]]:
+    """The format with patterns that count."""
+    patterns: list[Any] = []
+
+    def of(delimiter: Delimiter | None) -> Delimiter | None:
+        if delimiter is None:
+            return None
+        patterns.append(Counted(delimiter.pattern))
+        return replace(delimiter, pattern=patterns[-1])
+
+    regions = tuple(
+        replace(each, opening=of(each.opening), closing=of(each.closing))
+        for each in format_.template.regions
+    )
+    return replace(format_, template=replace(format_.template, regions=regions)), patterns
+
+
+BEGUN = [
+    *(" to=functions.", " to=functions.f<|channel|>analysis", "<function=", "<tool_call>", "[", ""),
+    *("[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+    *("<|channel|>final", "<|python_tag|>", "{"),
+]
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("filling", ["a", " ", "\n"])
+def test_little_is_held_back_of_what_never_becomes_a_delimiter(name: str, filling: str) -> None:
+    for begun in BEGUN:
+        parser = find_format(None, calls=name, reasoning="think").parser("")
+        events = parser.feed(begun)
+        for _ in range(800):
+            events += parser.feed(filling)
+            assert len(parser._buffer) - parser._place < 500
+
+
+def test_no_more_is_held_back_whatever_a_models_own_template_says() -> None:
+    fields = {"content": {}, "tool_calls": {"open_pattern": r"<f=([^>]+)>", "content": "json"}}
+    text = "<f=" + "a" * 3 * MAX_HELD
+    parser = ResponseParser(read_template({"fields": fields}))
+    events: list[Event] = []
+    for character in text:
+        events += parser.feed(character)
+        assert len(parser._buffer) - parser._place <= MAX_HELD
+    assert joined(events + parser.finish()) == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call>'),
+        ("hermes", "<think></think>"),
+        ("qwen-tags", "<function=f>\n</function>\n</tool_call>"),
+        ("mistral-args", "[TOOL_CALLS]f[ARGS]{}"),
+        ("harmony", "<|channel|>analysis<|message|>a<|end|>"),
+    ],
+)
+def test_a_text_with_many_delimiters_is_searched_a_few_times(name: str, part: str) -> None:
+    """Each delimiter is searched again behind each other one: not in all of a long text."""
+    format_, patterns = counted(find_format(None, calls=name, reasoning="think"))
+    text = part * (40 * MAX_READ // len(part))
+    parser = format_.parser("")
+    parser.feed(text)
+    parser.finish()
+    most = max(pattern.num_characters for pattern in patterns)
+    assert most < 4 * len(text) * MAX_READ / len(part)
+
+
+def test_parameters_that_are_never_closed_are_read_once() -> None:
+    body = "<parameter=a>" * 1_000
+    pattern = CALL_FORMATS["qwen-tags"][0]["content_args"]["tag_pattern"]
+    [match] = regex.finditer(pattern, body, flags=regex.DOTALL)
+    assert match.end() == len(body)
+    text = f"<function=f><parameter=x>1</parameter>{body}</function>"
+    parser = find_format(None, calls="qwen-tags").parser("", PROPERTIES)
+    assert read(parser, [text]) == call(0, "f", '{"x": 1}')

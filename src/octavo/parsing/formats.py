@@ -32,6 +32,10 @@ Thinking = Literal["none", "possible", "open"]  # at the beginning of an answer
 
 AUTO, NONE, OWN = "auto", "none", "model"
 _NAME = "{name}"
+# Parts of delimiters. They have an end: what may become a delimiter is held back, and searched
+# again whenever text comes.
+_SPACES = r"\s{0,64}"
+_LONG = "{1,256}"  # characters of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +155,14 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Qwen 3 Coder and 3.5
     "qwen-tags": (
         {
-            "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)>",
+            "open_pattern": rf"(?:<tool_call>{_SPACES})?<function=(?P<name>[^>\s]{_LONG})>",
             "close": "</function>",
             "content": "xml-inline",
             "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+                "tag_pattern": (
+                    rf"<parameter=(?P<key>[^>\n]{_LONG})>\n?"
+                    r"(?P<value>.*?)(?:\n?</parameter>|(?P<unclosed>\Z))"
+                )
             },
             "transform": _BODY,
         },
@@ -169,7 +176,10 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Llama 3.1, 3.2 and 3.3
     "llama3-json": (
         {
-            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)',
+            "open_pattern": (
+                rf"\A{_SPACES}(?:<\|python_tag\|>{_SPACES})?"
+                rf'(?=\{{{_SPACES}"(?:name|type)"{_SPACES}:)'
+            ),
             "content": "json-sequence",
             "transform": _calls("{name}", "{parameters}"),
         },
@@ -195,7 +205,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Mistral, from version 11
     "mistral-args": (
         {
-            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{\s]+)\[ARGS\]",
+            "open_pattern": rf"\[TOOL_CALLS\](?P<name>[^\[{{\s]{_LONG})\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             "content": "json",
             "transform": _BODY,
@@ -206,8 +216,8 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     "deepseek": (
         {
             "open_pattern": (
-                r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-                r"(?P<name>[^\s<]+)\n```json\n"
+                rf"(?:<｜tool▁calls▁begin｜>)?{_SPACES}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                rf"(?P<name>[^\s<]{_LONG})\n```json\n"
             ),
             "close": "\n```<｜tool▁call▁end｜>",
             "content": "json",
@@ -225,8 +235,8 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     "deepseek-v31": (
         {
             "open_pattern": (
-                r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
-                r"(?P<name>[^\s<]+)<｜tool▁sep｜>"
+                rf"(?:<｜tool▁calls▁begin｜>)?{_SPACES}<｜tool▁call▁begin｜>"
+                rf"(?P<name>[^\s<]{_LONG})<｜tool▁sep｜>"
             ),
             "close": "<｜tool▁call▁end｜>",
             "content": "json",
@@ -244,7 +254,10 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Llama 4 and others
     "pythonic": (
         {
-            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\()",
+            "open_pattern": (
+                rf"\A{_SPACES}(?:<\|python_start\|>{_SPACES})?"
+                rf"(?=\[{_SPACES}[A-Za-z_][\w.]{{0,255}}\()"
+            ),
             "close_pattern": r"<\|python_end\|>",
             "content": "python-calls",
             "transform": _ENTRY,
@@ -257,8 +270,8 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         {
             "open_pattern": (
                 r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?"
-                r" to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
-                r"\s*(?:<\|constrain\|>)?\s*(?:json)?<\|message\|>"
+                rf" to=functions\.(?P<name>[\w.-]{_LONG})(?:<\|channel\|>(?:commentary|analysis))?"
+                rf"{_SPACES}(?:<\|constrain\|>{_SPACES})?(?:json)?<\|message\|>"
             ),
             "close_pattern": r"<\|call\|>",
             "content": "json",
@@ -285,7 +298,7 @@ _HARMONY_FIELDS = {
     },
     "content": {
         "open_pattern": (
-            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*<\|message\|>"
+            rf"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary){_SPACES}<\|message\|>"
         ),
         "close_pattern": r"<\|(?:end|return)\|>",
     },

@@ -25,6 +25,11 @@ class CallPaths:
     name: Path | None  # None: it is not there, but in the delimiter before
     arguments: Path
 
+    @property
+    def depth(self) -> int:
+        """How deep in a call its parts are at most."""
+        return max(len(self.name or ()), len(self.arguments))
+
 
 class JsonCalls:
     """Reads calls in a JSON text that grows.
@@ -189,7 +194,7 @@ class JsonCalls:
         expected = "[" if depth < self._level else "{"
         if depth <= self._level and character != expected:
             self.is_broken = True
-        if self._captures is not None:
+        if self._captures is not None or depth - self._level > self._paths.depth:
             return
         path = tuple(self._keys[self._level :])
         if path == self._paths.name and not self._is_shown and depth > self._level:

@@ -31,6 +31,7 @@ from octavo.parsing.values import Unreadable, cast_arguments, region_value
 
 MAX_READ = 1 << 12  # characters that were read already and are still held
 KEPT = 64  # of them, which patterns may look back at
+MAX_HELD = 1 << 10  # characters that may become a delimiter; longer ones are text
 
 
 @dataclass(slots=True)
@@ -91,11 +92,13 @@ class ResponseParser:
         """Take in the next piece of the text."""
         if self._is_plain:
             return [Content(text)] if text else []
-        self._buffer += text
-        self._read(is_end=False)
-        if self._place > MAX_READ:
-            self._buffer = self._buffer[self._place - KEPT :]
-            self._place = KEPT
+        # In pieces: after each delimiter, all others are searched in what is there.
+        for start in range(0, len(text), MAX_READ):
+            self._buffer += text[start : start + MAX_READ]
+            self._read(is_end=False)
+            if self._place > MAX_READ:
+                self._buffer = self._buffer[self._place - KEPT :]
+                self._place = KEPT
         return self._taken()
 
     def finish(self) -> list[Event]:
@@ -140,6 +143,7 @@ class ResponseParser:
             key = (match.start(), match.start() - match.end(), region is None, name)
             if best is None or key < best[0]:
                 best = key, region, match
+        hold = max(hold, len(self._buffer) - MAX_HELD)
         if best is not None and (is_end or best[2].start() < hold):
             return best[1], best[2]
         self._take(self._buffer[self._place : hold])
@@ -244,6 +248,9 @@ class ResponseParser:
         if not text:
             return
         self._drops_spaces = False
+        if text.isspace():
+            self._spaces += text
+            return
         text = self._spaces + text
         said = text.rstrip()
         self._spaces = text[len(said) :]

@@ -95,6 +95,8 @@ def _tags(text: str, arguments: Arguments) -> dict[str, Any]:
     merges = arguments.get("merge_duplicates", False)
     for match in regex.finditer(arguments["tag_pattern"], text, flags=regex.DOTALL):
         groups = match.groupdict()
+        if groups.get("unclosed") is not None:
+            break
         key, value = groups["key"], _inner(groups.get("value") or "", arguments)
         if key not in found or not merges:
             found[key] = value
