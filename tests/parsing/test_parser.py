@@ -559,3 +559,21 @@ def test_parameters_that_are_never_closed_are_read_once() -> None:
     text = f"<function=f><parameter=x>1</parameter>{body}</function>"
     parser = find_format(None, calls="qwen-tags").parser("", PROPERTIES)
     assert read(parser, [text]) == call(0, "f", '{"x": 1}')
+
+
+@pytest.mark.parametrize(
+    "value", ["0x" + "f" * 10_000, "-" * 100_000 + "1", "not " * 50_000 + "1", "1+" * 50_000 + "1"]
+)
+def test_python_that_cannot_be_read_is_no_call(value: str) -> None:
+    text = f"[f(x={value})]"
+    assert read(find_format(None, calls="pythonic").parser("", PROPERTIES), [text]) == [
+        Content(text)
+    ]
+
+
+@pytest.mark.parametrize("schema", [{"type": "array"}, {"anyOf": 5}, {"type": 5}, {"oneOf": {}}])
+def test_arguments_that_fit_no_type_stay_texts(schema: dict[str, Any]) -> None:
+    value = "[" * 5_000 + "]" * 5_000
+    text = f"<function=f><parameter=x>{value}</parameter></function>"
+    parser = find_format(None, calls="qwen-tags").parser("", {"f": {"x": schema}})
+    assert read(parser, [text]) == call(0, "f", json.dumps({"x": value}))

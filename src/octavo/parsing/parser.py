@@ -219,14 +219,25 @@ class ResponseParser:
             return current.calls.rest if current.calls.num_calls else None
         try:
             value = region_value(current.region, "".join(current.body), current.captures)
-            calls = [_call_of(each) for each in (value if isinstance(value, list) else [value])]
+            calls = [
+                self._call_of(each) for each in (value if isinstance(value, list) else [value])
+            ]
         except Unreadable:
             return None
-        for name, arguments in calls:
-            cast = cast_arguments(arguments, self._properties.get(name, {}))
-            written = cast if isinstance(cast, str) else json.dumps(cast, ensure_ascii=False)
+        for name, written in calls:
             self._add([("name", name), ("arguments", written), ("end", "")])
         return ""
+
+    def _call_of(self, value: Any) -> tuple[str, str]:
+        """The name of a call, and its arguments as JSON. Raises Unreadable."""
+        name, arguments = _call_of(value)
+        cast = cast_arguments(arguments, self._properties.get(name, {}))
+        if isinstance(cast, str):
+            return name, cast
+        try:
+            return name, json.dumps(cast, ensure_ascii=False)
+        except (ValueError, RecursionError) as error:  # 0xfff... may have too many digits
+            raise Unreadable(str(error)) from None
 
     # ---------------------------------------------------------------- events
 

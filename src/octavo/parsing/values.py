@@ -39,7 +39,7 @@ def parsed(kind: str, text: str, arguments: Arguments) -> Any:
     """A text in a notation. Raises Unreadable."""
     try:
         return _KINDS[kind](text, arguments)
-    except (ValueError, RecursionError, SyntaxError) as error:
+    except (ValueError, RecursionError, SyntaxError, MemoryError) as error:  # of the parser's stack
         raise Unreadable(str(error)) from None
 
 
@@ -189,7 +189,7 @@ def _cast(value: Any, schema: Any) -> Any:
     for kind in kinds:
         try:
             return _CASTS[kind](value)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, RecursionError):
             continue
     return value
 
@@ -199,9 +199,10 @@ def _types(schema: Any) -> list[str]:
     if not isinstance(schema, dict):
         return []
     declared = schema.get("type")
-    kinds = [declared] if isinstance(declared, str) else list(declared or ())
+    kinds = list(declared) if isinstance(declared, list) else [declared]
     for name in ("anyOf", "oneOf"):
-        for each in schema.get(name) or ():
+        options = schema.get(name)
+        for each in options if isinstance(options, list) else ():
             kinds += _types(each)
     if schema.get("nullable"):
         kinds.append("null")
