@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 
@@ -38,6 +39,17 @@ def test_verdicts_are_those_of_the_library_and_are_remembered(
     grammars.check(good)
     with pytest.raises(InvalidRequest, match="unclosed group"):
         grammars.check(bad)
+
+
+def test_what_is_remembered_of_a_verdict_is_small(grammars: GrammarChecker) -> None:
+    name = "a" * 50_000
+    names = {"properties": {name: {"type": "object", "minProperties": 1}}}
+    with pytest.raises(InvalidRequest, match="structured") as caught:
+        grammars.check(Grammar("json_schema", json.dumps(names), "structured"), [5] * 50_000)
+    assert len(str(caught.value)) < 2_000
+    kept = [(key, *verdict) for key, verdict in grammars._verdicts.items()]
+    assert max(len(each) for parts in kept for each in parts) < 2_000
+    assert all(isinstance(key, bytes) for key, _, _ in kept)
 
 
 def test_what_takes_too_long_or_kills_the_process_is_refused(

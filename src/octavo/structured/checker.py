@@ -10,6 +10,7 @@ stdin, a verdict per line on stdout, both JSON. It ends with its stdin.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import select
 import subprocess
@@ -30,6 +31,7 @@ MAX_WAIT_SECONDS = 10.0  # until the process is killed; it may have to share its
 MAX_START_SECONDS = 60.0
 RETRY_SECONDS = 1.0  # after which a process that did not start may do so
 MAX_VERDICTS = 1024  # that are remembered
+MAX_REASON = 1_000  # characters; a reason may quote names of a schema
 STACK_BYTES = 1 << 20  # less than the worker's threads have, which compile the same grammars
 
 # The field at fault, "" for the grammar's own, and why it is refused, "" if it is not.
@@ -43,7 +45,7 @@ class GrammarChecker:
         """See Guidance. Nothing is started before the first grammar comes."""
         arguments = [str(directory), str(vocab_size), *map(str, eos_ids)]
         self._command = [sys.executable, "-m", __spec__.name, *arguments]
-        self._verdicts: OrderedDict[tuple[Grammar, tuple[int, ...]], Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # by _digest
         self._idle: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -55,11 +57,11 @@ class GrammarChecker:
         Blocks while the grammar is compiled, unless it was checked before. Raises Unavailable if
         there is no process to compile it, which says nothing of the grammar.
         """
-        key = (grammar, tuple(begun))
+        key = _digest(grammar, begun)
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._ask(*key)
+            verdict = self._ask(grammar, tuple(begun))
         with self._lock:
             self._verdicts[key] = verdict
             while len(self._verdicts) > MAX_VERDICTS:
@@ -121,7 +123,12 @@ class GrammarChecker:
         if not is_kept:
             _end(process)
         field, reason = verdict
-        return field, reason
+        return field, reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+
+
+def _digest(grammar: Grammar, begun: Sequence[int]) -> bytes:
+    """What a verdict is remembered by: a grammar and the beginning of an output have megabytes."""
+    return hashlib.sha256(json.dumps([grammar.kind, grammar.source, *begun]).encode()).digest()
 
 
 def _read(process: subprocess.Popen[str], seconds: float) -> Any:
