@@ -21,7 +21,7 @@ from octavo.engine.validation import Params
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import ThinkingLimit
 from octavo.structured import guidance
-from octavo.structured.constraint import num_words
+from octavo.structured.constraint import MAX_NEW_TOKENS, num_words
 from octavo.structured.output import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutput
 
 PERSON = {
@@ -494,6 +494,21 @@ def test_a_long_output_is_accepted_again_and_one_that_cannot_be_ends_no_other() 
         assert not library.fill([other], [letters[:1]], [0], words).result().errors
     assert other.matcher is not shared
     library.check(grammar, begun)
+
+
+def test_many_tokens_are_accepted_in_a_thread_for_slow_masks() -> None:
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
+    constraint = library.compile(Grammar("regex", "(ab){100}c?")).fork()
+    goes_on, words = Event(), np.empty((1, num_words(320)), np.int32)
+    library._apart[0].submit(goes_on.wait)
+    new_ids = library._tokenizer.tokenize_str("ab" * 100)
+    assert len(new_ids) > MAX_NEW_TOKENS
+    filling = library.fill([constraint], [new_ids], [0], words)
+    assert not constraint.matcher.is_accepting()
+    goes_on.set()
+    assert not filling.result().errors
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    assert allowed == library._tokenizer.tokenize_str("c")
 
 
 def test_schemas_that_recurse_to_an_end_are_accepted(llm: LLM) -> None:

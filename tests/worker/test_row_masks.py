@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
-from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
+from octavo.structured.constraint import (
+    MAX_NEW_TOKENS,
+    clear_bits,
+    num_words,
+    set_bits,
+    words_of,
+)
 from octavo.worker.row_masks import MaskedRows, Masks, PendingMasks, RowMasks
 from worker.fake_constraints import Rising, RisingLibrary, no_grammars, rising_masks
 
@@ -333,3 +339,27 @@ def test_rows_without_masks_have_no_state() -> None:
     masks.copy(0, 1)
     masks.rewind(1, 0)
     masks.close(1)
+
+
+def test_many_tokens_are_accepted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an output that goes on after a preemption, or as a fork: nobody else waits for it."""
+    library = RisingLibrary(SIZE)
+    filled: list[list[int]] = []
+    plain_fill = library.fill
+
+    def noted(constraints, token_ids, places, words):  # type: ignore[no-untyped-def]
+        filled.append(list(map(len, token_ids)))
+        return plain_fill(constraints, token_ids, places, words)
+
+    monkeypatch.setattr(library, "fill", noted)
+    masks = RowMasks(4, SIZE, lambda: library)
+    for row in (1, 2, 3):
+        masks.open(row, RISING)
+        state = masks._states[row]
+        assert state is not None
+        assert state.compiled is not None
+        state.compiled.result()
+    long = list(range(1, MAX_NEW_TOKENS + 2))
+    found = fill(masks, {1: ((1, 2), (3,)), 2: ((1, 2), long), 3: ((1, 2), (4,))})
+    assert sorted(filled) == [[1, 1], [len(long)]]
+    assert tokens_of(found.words[1]) == [0, *range(long[-1] + 1, SIZE)]

@@ -20,6 +20,9 @@ Words = NDArray[np.int32]
 # would have to wait for. Nobody else should wait for the latter two.
 Company = Literal["quick", "new", "none"]
 WORD_BITS = 32
+# Tokens that may be accepted at once beside other constraints; more are those of an output that
+# goes on elsewhere, and are accepted apart, as a library may hold the GIL for each of them.
+MAX_NEW_TOKENS = 32
 
 
 class TokenConstraint(Protocol):
@@ -87,7 +90,8 @@ class ConstraintLibrary(Protocol):
 
         Args:
             constraints: this library's own, different objects, at least one, of the same company.
-            token_ids: for each of them the next tokens of the output.
+            token_ids: for each of them the next tokens of the output; more than MAX_NEW_TOKENS only
+                where there is one constraint.
             places: for each of them the row of `words` that becomes its mask.
             words: [num_rows, num_words(vocab_size)], contiguous; other rows are left as they are.
                 End tokens are not among the tokens of a mask.

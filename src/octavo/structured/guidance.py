@@ -25,7 +25,14 @@ from octavo.core.step import Grammar
 from octavo.errors import InvalidRequest
 from octavo.host_memory import num_cpus
 from octavo.model_files import open_files
-from octavo.structured.constraint import WORD_BITS, Company, Filled, Words, num_words
+from octavo.structured.constraint import (
+    MAX_NEW_TOKENS,
+    WORD_BITS,
+    Company,
+    Filled,
+    Words,
+    num_words,
+)
 from octavo.structured.schemas import (
     leave_lost_numbers_aside,
     move_excluded_bounds,
@@ -82,9 +89,6 @@ _OPENING = (b"{", b"[", b'"', b"}", b"]")
 # What is said of a limit. Other errors say that no token is left, which may be so here only.
 _ABOUT_LIMITS = re.compile("max is|limit|too (many|complex)", re.IGNORECASE)
 _OUT_OF_STATES = "too many states"
-# Tokens that are accepted from one mask to the next. The library limits a lexer's work from mask to
-# mask, which an output that goes on after a preemption exceeds if it is accepted as a whole.
-MAX_ACCEPTED = 32
 MAX_MESSAGE = 400  # characters of the library's own words
 
 
@@ -159,7 +163,9 @@ class GuidanceConstraint:
     def accept(self, token_ids: Sequence[int]) -> str:
         self.token_ids += token_ids
         for i, token_id in enumerate(token_ids):
-            if i and i % MAX_ACCEPTED == 0:
+            if i and i % MAX_NEW_TOKENS == 0:
+                # The library limits a lexer's work from one mask to the next. A long output that
+                # goes on after a preemption would exceed that if it was accepted as a whole.
                 self.matcher.compute_bitmask()
             if not self.matcher.consume_token(token_id):
                 return _message(self.matcher.get_error())
@@ -375,7 +381,7 @@ class Guidance:
         order = np.argsort(numbers, kind="stable")
         company = constraints[0].company
         masks[where, 0] = UNWRITTEN
-        if company == "none":
+        if company == "none" or max(map(len, token_ids)) > MAX_NEW_TOKENS:
             assert len(constraints) == 1, "nobody waits for it"
             future = self._compute_apart(constraints[0], token_ids[0], masks[places[0]])
         else:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from octavo.core.step import SamplingSpec
 from octavo.errors import NoTokenLeft, OctavoError, RequestFailed
 from octavo.structured.constraint import (
+    MAX_NEW_TOKENS,
     ConstraintLibrary,
     Filled,
     Filling,
@@ -536,7 +537,7 @@ class RowMasks:
                     continue
             assert state.constraint is not None, "it was compiled"
             begun.append(i)
-            company = state.constraint.company
+            company = "none" if len(new) > MAX_NEW_TOKENS else state.constraint.company
             if company == "quick":
                 filling.places.append(place)
                 filling.states.append(state)
