@@ -21,6 +21,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import KVScales, LayerPlace, LayerSpec, ScoreFunction, load_backend
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cpu import threads as cpu_threads
@@ -256,7 +257,7 @@ def test_missing_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("octavo.ops.cpu.attention")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install numba.*reference"):
+    with pytest.raises(ConfigError, match=r"pip install numba.*reference"):
         load_backend("cpu")
 
 
