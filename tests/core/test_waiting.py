@@ -105,7 +105,7 @@ def test_only_as_many_are_recalled_as_a_step_could_admit() -> None:
     assert len(queues.ready) + num_started <= slots + MAX_DEFERRALS
 
 
-def test_those_that_have_ended_keep_nobody_waiting_behind_them() -> None:
+def test_requests_that_have_ended_do_not_delay_those_behind_them() -> None:
     world, requests = deferred_crowd(300)
     for request in requests[1:-1]:
         world.scheduler.abort(request.request_id)

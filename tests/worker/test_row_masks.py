@@ -342,7 +342,7 @@ def test_rows_without_masks_have_no_state() -> None:
 
 
 def test_many_tokens_are_accepted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an output that goes on after a preemption, or as a fork: nobody else waits for it."""
+    """Of an output that goes on after a preemption, or as a fork: no other row waits for it."""
     library = RisingLibrary(SIZE)
     filled: list[list[int]] = []
     plain_fill = library.fill

@@ -220,7 +220,7 @@ class ResponseParser:
         try:
             value = region_value(current.region, "".join(current.body), current.captures)
             calls = [
-                self._call_of(each) for each in (value if isinstance(value, list) else [value])
+                self._read_call(each) for each in (value if isinstance(value, list) else [value])
             ]
         except Unreadable:
             return None
@@ -228,7 +228,7 @@ class ResponseParser:
             self._add([("name", name), ("arguments", written), ("end", "")])
         return ""
 
-    def _call_of(self, value: Any) -> tuple[str, str]:
+    def _read_call(self, value: Any) -> tuple[str, str]:
         """The name of a call, and its arguments as JSON. Raises Unreadable."""
         name, arguments = _call_of(value)
         cast = cast_arguments(arguments, self._properties.get(name, {}))

@@ -327,13 +327,16 @@ class Guidance:
         """Raises InvalidRequest if a grammar cannot be enforced, or if the tokens `begun` are not
         the beginning of an output that it allows."""
         constraint = self.compile(grammar)
-        trial, beginning = constraint.fork(), constraint.fork()
+        trial = constraint.fork()
         reason = self._limit_met(trial.matcher)
         if reason and self.renew(trial):
             reason = self._limit_met(trial.matcher)
         if reason:
             raise InvalidRequest(grammar.field, f"it is beyond the library's limits: {reason}")
-        reason = beginning.accept(begun) if begun else ""
+        if not begun:
+            return
+        beginning = constraint.fork()
+        reason = beginning.accept(begun)
         if reason and not self.renew(beginning):
             raise InvalidRequest("structured.begun", f"the grammar cannot go on: {reason}")
 

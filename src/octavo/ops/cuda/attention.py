@@ -408,15 +408,16 @@ class TritonBackend:
     def _prefill_times(self, shape: _Shape, seqs: Sequences) -> tuple[PrefillTimes, int]:
         """What prompts take on a Hopper GPU, and in how many passes the kernel that does not split
         keys computes them."""
-        config, at_once, num_passes = self._prefill_config(shape), _prefills_at_once(shape), 1
-        fixed = seqs, shape.window, shape.group, config, at_once, self._is_fp8
+        num_passes: int | None = 1
         if self._dequantized is not None:
             sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
-            found = self._dequantized.num_passes(seqs, *sizes, shape.window)
-            if found is None:
-                return prefill_times(*fixed)._replace(whole=math.inf), 0
-            num_passes = found
-        return prefill_times(*fixed, num_passes), num_passes
+            num_passes = self._dequantized.num_passes(seqs, *sizes, shape.window)
+        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
+        of_kernel = shape.window, shape.group, config, at_once, self._is_fp8
+        times = prefill_times(seqs, *of_kernel, num_passes or 1)
+        if num_passes is None:
+            return times._replace(whole=math.inf), 0
+        return times, num_passes
 
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0

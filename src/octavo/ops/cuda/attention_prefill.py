@@ -109,7 +109,7 @@ def prefill_times(
     is_fp8: bool,
     num_passes: int = 1,
 ) -> PrefillTimes:
-    """Which of both kernels computes prompts sooner: few tokens over many keys are split.
+    """Few tokens over many keys take less time where these are split.
 
     config: of this module's kernel; at_once: see `prefill_items`; is_fp8: whether the cache is
     e4m3; num_passes: of the other kernel, each of which takes as long as its longest item.

@@ -644,8 +644,8 @@ class Copies:
         return self._rounded[num_tokens]
 
 
-# Where weights are dequantized, one after the other: as large as the largest one needs. Who
-# uses one holds `in_workspace`.
+# Where weights are dequantized, one after the other: as large as the largest one needs. A thread
+# that uses one holds `in_workspace`.
 _workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 

@@ -2,8 +2,8 @@
 weights are dequantized (linear_quantized.py).
 
 All of them launch on the same stream, but they may compute in several threads. Another model's
-launch may come between those of a thread, so whoever writes the workspace, or launches a graph that
-may write it, holds the lock until the last kernel that reads it is launched.
+launch may come between those of a thread. A thread that writes the workspace, or launches a graph
+that may write it, holds the lock until the last kernel that reads it is launched.
 """
 
 from __future__ import annotations

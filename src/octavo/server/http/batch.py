@@ -123,7 +123,7 @@ def prepare(input_path: Path, output_path: Path) -> Batch:
 def _open_output(path: Path) -> FileIO:
     """A file to append to. Without a buffer, so that closing does not try again to write a reply
     that could not be. Nothing waits for the reader of a named pipe, because signals would not be
-    heard meanwhile: one that nobody reads is an error."""
+    heard meanwhile: one without a reader is an error."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
     return FileIO(os.open(path, flags, 0o666), "wb")
 
