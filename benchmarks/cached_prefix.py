@@ -33,7 +33,7 @@ def unsplit() -> Iterator[None]:
     """No keys of prompts are split."""
     with (
         patch.object(attention, "prefill_times", lambda *_: PrefillTimes(split=1.0, whole=0.0)),
-        patch.object(attention_work_items, "MIN_PREFILL_SPLIT", 1 << 30),
+        patch.object(attention_work_items, "_split_items", lambda items, *_: items),
     ):
         yield
 

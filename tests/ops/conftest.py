@@ -55,7 +55,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not HAS_GPU:
         for module in (attention, attention_decode, attention_cascade):
             monkeypatch.setattr(module, "MAX_PROGRAMS", 8)
-        monkeypatch.setattr(attention, "SPLIT_PROGRAMS", 4)
+        monkeypatch.setattr(attention, "num_sms", lambda device: 4)
     for config in configs:
         config.cache_clear()
     yield

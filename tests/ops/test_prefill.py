@@ -14,9 +14,8 @@ from paged_cases import BOUND, attend, distance, make_paged
 from torch import Tensor
 
 from octavo.ops import ScoreFunction
-from octavo.ops.cuda import attention_prefill, attention_prefill_hopper, attention_work_items
+from octavo.ops.cuda import attention_prefill, attention_prefill_hopper
 from octavo.ops.cuda.attention_prefill import (
-    SPLIT_PROGRAMS,
     HopperPrefillConfig,
     PrefillConfig,
     PrefillSplits,
@@ -25,7 +24,13 @@ from octavo.ops.cuda.attention_prefill import (
     prefill_times,
 )
 from octavo.ops.cuda.attention_scores import KernelScores
-from octavo.ops.cuda.attention_work_items import Sequences, prefill_items, prefill_places
+from octavo.ops.cuda.attention_work_items import (
+    Sequences,
+    Splitting,
+    num_places,
+    prefill_items,
+)
+from octavo.ops.cuda.devices import num_sms
 from octavo.ops.cuda.paged import tile_alignment
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY
 
@@ -84,13 +89,13 @@ def run(
     gap: int = 0,
     size: float = 1.0,
     cap: float | None = None,
-    at_once: int | None = None,
+    splitting: Splitting | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sequence's results and what is expected of them, without sinks.
 
     sequences: cached and new tokens. num_padded: items without tokens. gap: elements between the
-    tokens of the fused projection. size: of scores, whose variance is its square. at_once: see
-    `prefill_items`.
+    tokens of the fused projection. size: of scores, whose variance is its square.
+    splitting: see `prefill_items`.
     """
     block_size, kv_heads, group, dim, window = case
     cached, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
@@ -102,20 +107,21 @@ def run(
     fused = fused.to(dtype).to(device)
     query = fused[:, : kv_heads * group * dim].unflatten(1, (kv_heads * group, dim))
     tile, alignment = config.tile, tile_alignment(config.tile, block_size)
-    items = prefill_items(seqs, window, tile, alignment, config.rows // group, is_causal, at_once)
+    num_tokens = config.rows // group
+    items = prefill_items(seqs, window, tile, alignment, num_tokens, is_causal, splitting)
     splits = None
-    if at_once is not None:
-        num_places = kv_heads * prefill_places(at_once)
+    if splitting is not None:
+        places = kv_heads * num_places(splitting.at_once)
         assert window is not None or (items[:, 9] > 1).any(), "an item is split"
-        assert (items[:, 8:] < [num_places] * 3).all()
-        splits = PrefillSplits.of(num_places, config.rows, dim, device)
+        assert (items[:, 8:] < [places] * 3).all()
+        splits = PrefillSplits.of(places, config.rows, dim, device)
     items = np.concatenate([items, np.zeros((num_padded, items.shape[1]), np.int32)])
     output = torch.full((len(query), kv_heads * group * dim), torch.nan, dtype=dtype, device=device)
     weights = None if sinks is None else SimpleNamespace(weight=sinks)
     scores = KernelScores.of(ScoreFunction(dim**-0.5, softcap=cap, sinks=weights), device)
     staged = torch.from_numpy(items.reshape(-1)).to(device)
     # A second launch finds its counters as the first one did.
-    for _ in range(2 if isinstance(config, HopperPrefillConfig) or at_once else 1):
+    for _ in range(2 if isinstance(config, HopperPrefillConfig) or splitting else 1):
         prefill_attention(
             query,
             paged.layer_cache,
@@ -162,7 +168,6 @@ def test_prefills(
 
 def test_few_tokens_of_long_contexts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are split, in the middle of a window and of what all rows see, too."""
-    monkeypatch.setattr(attention_work_items, "MIN_PREFILL_SPLIT", 16)
     monkeypatch.setattr(attention_prefill, "_MAX_ITEMS", 5)
     sequences = {"cpu": [(150, 9), (3, 7), (300, 2)], "cuda": [(9000, 70), (30, 7), (0, 500)]}
     for case in CASES[device.type]:
@@ -170,27 +175,26 @@ def test_few_tokens_of_long_contexts(device: torch.device, monkeypatch: pytest.M
             config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
             if device.type == "cuda":
                 config = prefill_config(dtype, case[3], case[2])
-            at_once = 9 if device.type == "cpu" else 160
+            splitting = Splitting(9 if device.type == "cpu" else 160, added_keys=1)
             of_device = partial(run, case, config, dtype, device, sequences[device.type])
             for options in ({}, {"is_causal": False, "size": 3.0}, {"num_padded": 3, "cap": 1.5}):
                 if case[4] is not None and not options.get("is_causal", True):
                     continue
                 # Scores that are larger are rounded more coarsely, and so are their exponents.
                 bound = BOUND[dtype] * options.get("size", 1.0)
-                for got, expected in of_device(at_once=at_once, **options):
+                for got, expected in of_device(splitting=splitting, **options):
                     assert distance(got, expected) < bound
 
 
-def test_a_sink_counts_once_in_split_items(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sink_counts_once_in_split_items(device: torch.device) -> None:
     """One that has as much weight as 200 keys, all of which have the same."""
-    monkeypatch.setattr(attention_work_items, "MIN_PREFILL_SPLIT", 16)
     dtype = DTYPES[device.type][0]
     config = PrefillConfig(rows=16, tile=16, num_warps=1, num_stages=1)
     case, sequences = (8, 1, 2, 16, None), [(195, 5)]
     sinks = torch.full((2,), math.log(200), device=device)
-    [(got, without)] = run(case, config, dtype, device, sequences, sinks, size=0.0, at_once=7)
+    [(got, without)] = run(
+        case, config, dtype, device, sequences, sinks, size=0.0, splitting=Splitting(7, 1)
+    )
     num_keys = torch.arange(196, 201, device=device)[:, None]
     assert distance(got, without * num_keys / (num_keys + 200)) < BOUND[dtype]
 
@@ -296,14 +300,16 @@ def test_a_step_without_prompts_on_hopper(hopper: torch.device) -> None:
 @pytest.mark.parametrize(
     ("new", "context", "group", "heads", "dim", "window", "of_16_bits", "of_8_bits"),
     [
-        (16, 2048, 4, 8, 128, None, True, False),
-        (128, 2048, 4, 8, 128, None, False, False),
-        (64, 8192, 4, 8, 128, None, True, True),
-        (128, 8192, 4, 8, 128, None, True, False),
-        (256, 8192, 4, 8, 128, None, False, False),
-        (16, 8192, 1, 40, 128, None, False, True),
+        (16, 2048, 4, 8, 128, None, True, True),
+        (128, 2048, 4, 8, 128, None, True, True),
+        (512, 2048, 4, 8, 128, None, False, False),
+        (256, 8192, 4, 8, 128, None, True, False),
+        (512, 8192, 4, 8, 128, None, False, False),
+        (16, 8192, 1, 40, 128, None, True, True),
+        (512, 8192, 1, 40, 128, None, False, False),
         (512, 8192, 2, 4, 256, None, True, True),
-        (512, 8192, 2, 4, 256, 1024, False, False),
+        (2048, 8192, 2, 4, 256, 1024, False, False),
+        (128, 32_768, 4, 8, 128, 4096, True, True),
         (8192, 8192, 4, 8, 128, None, False, False),
     ],
 )
@@ -318,12 +324,12 @@ def test_few_tokens_of_long_contexts_are_not_for_hopper(
     of_8_bits: bool,
 ) -> None:
     """As measured on an H200."""
-    config, at_once = prefill_config(torch.bfloat16, dim, group), SPLIT_PROGRAMS // heads
     lens, contexts = np.array([new], np.int32), np.array([context], np.int32)
     seqs = Sequences(lens * 0, lens * 0, contexts, lens)
-    arguments = seqs, window, group, config, at_once
+    arguments = seqs, window, group, heads, num_sms(torch.device("cpu"))
     for is_fp8, expected in ((False, of_16_bits), (True, of_8_bits)):
-        times = prefill_times(*arguments, is_fp8)
+        config = prefill_config(torch.bfloat16, dim, group, is_fp8=is_fp8)
+        times = prefill_times(*arguments, config, is_fp8)
         assert (times.split < times.whole) == expected
 
 
@@ -331,7 +337,7 @@ def test_few_tokens_of_long_contexts_are_not_for_hopper(
     ("new", "context", "num_passes", "expected"),
     [
         (128, 131_072, 2, True),
-        (256, 131_072, 2, False),
+        (256, 131_072, 2, True),
         (512, 131_072, 2, False),
         (2048, 131_072, 2, False),
         (512, 262_144, 4, True),
@@ -343,8 +349,7 @@ def test_several_passes_of_few_tokens_are_not_for_hopper(
     """As measured on an H200, with an FP8 cache of 8 KV heads."""
     config, lens = prefill_config(torch.bfloat16, 128, 4), np.array([new], np.int32)
     seqs = Sequences(lens * 0, lens * 0, np.array([context], np.int32), lens)
-    at_once = SPLIT_PROGRAMS // 8
-    times = prefill_times(seqs, None, 4, config, at_once, True, num_passes)
+    times = prefill_times(seqs, None, 4, 8, num_sms(torch.device("cpu")), config, True, num_passes)
     assert (times.split < times.whole) == expected
 
 

@@ -33,7 +33,6 @@ from octavo.ops.cuda import (
     attention,
     attention_decode_cluster,
     attention_dequantized,
-    attention_prefill,
 )
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
@@ -44,8 +43,9 @@ from octavo.ops.cuda.attention_decode_cluster import (
     cluster_config,
 )
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
-from octavo.ops.cuda.attention_prefill import prefill_config
+from octavo.ops.cuda.attention_prefill import PrefillTimes, prefill_config
 from octavo.ops.cuda.attention_work_items import Sequences
+from octavo.ops.cuda.devices import num_sms
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 pytest.importorskip("triton")
@@ -188,6 +188,7 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
     monkeypatch.setattr(attention, "is_on_hopper", lambda _: True)
     monkeypatch.setattr(attention_dequantized, "_LEAST_ROWS", 1)
     monkeypatch.setattr(attention_dequantized, "_LEAST_WORK", 1)
+    monkeypatch.setattr(attention, "prefill_times", lambda *_: PrefillTimes(split=1.0, whole=0.0))
     monkeypatch.setattr(DequantizedBlocks, "fill", note)
     monkeypatch.setattr(attention, "DequantizedBlocks", partial(DequantizedBlocks, room=room))
     check(case, "cpu")
@@ -224,7 +225,7 @@ def test_steps_with_long_prompts_are_not_captured(
     is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As measured on an H200. On other GPUs they are, since there is one kernel for all."""
-    monkeypatch.setattr(attention, "SPLIT_PROGRAMS", attention_prefill.SPLIT_PROGRAMS)
+    monkeypatch.setattr(attention, "num_sms", num_sms)
 
     def captures(
         *sequences: tuple[int, int], windows: Sequence[int | None] = (None,), hopper: bool = True
@@ -257,7 +258,7 @@ def test_steps_with_long_prompts_are_not_captured(
     assert captures((1, 500_000), (1, 3)), "decodes"
     assert captures((2048, 65_536), windows=[1024])
     assert not captures((2048, 131_072), windows=[1024, 1024, None])
-    assert captures((512, 8192)) != is_fp8
+    assert captures((1024, 8192)) != is_fp8
 
 
 def interpreted(case: Case) -> ParameterSet:

@@ -8,11 +8,11 @@ import pytest
 from octavo.ops.cuda.attention_work_items import (
     Int32s,
     Sequences,
+    Splitting,
     decode_items,
     item_capacity,
     num_places,
     prefill_items,
-    prefill_places,
 )
 
 RNG = np.random.default_rng(7)
@@ -122,13 +122,15 @@ def test_items_with_many_keys_are_split(is_causal: bool) -> None:
         seqs, window = sequences(lens + cached, lens), None
         if is_causal:
             window = rng.choice([None, 50, 3000])
-        at_once = int(rng.integers(1, 40))
+        splitting = Splitting(int(rng.integers(1, 40)), int(rng.choice([1, 32, 128])))
         arguments = seqs, window, 64, 16, 32, is_causal
-        whole, items = prefill_items(*arguments), prefill_items(*arguments, at_once)
-        assert len(items) <= len(whole) + at_once
+        whole, items = prefill_items(*arguments), prefill_items(*arguments, splitting)
+        assert len(items) <= item_capacity(len(whole), splitting.at_once)
         places: list[int] = []
-        even = (whole[:, 4] - whole[:, 2]).sum() / at_once
-        assert (items[:, 4] - items[:, 2]).max() <= max(1.5 * (even + 64), 1.5 * 512)
+        even = (whole[:, 4] - whole[:, 2]).sum() / splitting.at_once
+        longest = (whole[:, 4] - whole[:, 2]).max()
+        most = 1.5 * max(even, splitting.min_split(longest)) + 64
+        assert (items[:, 4] - items[:, 2]).max() <= most
         for item in whole:
             parts = items[items[:, 0] == item[0]]
             parts = parts[parts[:, 8].argsort()]
@@ -140,12 +142,10 @@ def test_items_with_many_keys_are_split(is_causal: bool) -> None:
             assert (parts[1:, 2] == parts[:-1, 4]).all()
             assert ((parts[1:, 2] - item[2]) % 64 == 0).all()
             assert (parts[:, 4] > parts[:, 2]).all()
-            if len(parts) == 1:
-                assert parts[0, 3] == item[3]
-            else:
+            assert (parts[:, 3] == item[3].clip(parts[:, 2], parts[:, 4])).all()
+            if len(parts) > 1:
                 num_split += 1
-                assert (parts[:, 3] == item[3].clip(parts[:, 2], parts[:, 4])).all()
                 places += range(parts[0, 10], parts[0, 10] + len(parts))
         assert len(set(places)) == len(places)
-        assert max(places, default=0) < prefill_places(at_once)
+        assert max(places, default=0) < num_places(splitting.at_once)
     assert num_split > 100

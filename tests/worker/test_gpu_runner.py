@@ -131,7 +131,7 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not HAS_GPU:
         for module in (triton_backend, attention_decode, attention_cascade):
             monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-        monkeypatch.setattr(triton_backend, "SPLIT_PROGRAMS", 4)
+        monkeypatch.setattr(triton_backend, "num_sms", lambda device: 4)
         monkeypatch.setattr(cuda_sampling, "sample", plain_sample)
         monkeypatch.setattr(cuda_sampling, "best_tokens", plain_best)
     attention_decode.decode_config.cache_clear()

@@ -51,7 +51,6 @@ from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConf
 from octavo.ops.cuda.attention_dequantized import DequantizedBlocks, DequantizedPrompts
 from octavo.ops.cuda.attention_prefill import (
     KEY_SECONDS,
-    SPLIT_PROGRAMS,
     HopperPrefillConfig,
     PrefillConfig,
     PrefillSplits,
@@ -66,15 +65,15 @@ from octavo.ops.cuda.attention_work_items import (
     CascadeWork,
     Int32s,
     Sequences,
+    Splitting,
     cascade_capacity,
     cascade_work,
     decode_items,
     item_capacity,
     num_places,
     prefill_items,
-    prefill_places,
 )
-from octavo.ops.cuda.devices import is_on_hopper, shared_memory
+from octavo.ops.cuda.devices import is_on_hopper, num_sms, shared_memory
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, PREFILL_FIELDS, tile_alignment
 from octavo.ops.cuda.quantize import empty_inputs
@@ -176,6 +175,7 @@ class TritonBackend:
         self._dtype = dtype
         self._is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
         self._shared_memory = shared_memory(kv_cache.device)
+        self._num_sms = num_sms(kv_cache.device)
         num_layers = Counter(layer.shape for layer in self._layers.values())
         self._hopper_shapes = {  # with the number of such layers
             shape: num_layers[shape]
@@ -365,7 +365,7 @@ class TritonBackend:
                 capacity = self._dequantized.capacity(staging.max_num_seqs)
                 name, values = f"attention.spans.{index}", dequantized.spans.reshape(-1)
                 spans = staging.put(name, values, capacity, part="tokens")
-            at_once = _prefills_at_once(shape)
+            splitting = self._splitting(shape)
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(
@@ -375,15 +375,16 @@ class TritonBackend:
                 alignment,
                 tokens_per_item,
                 is_causal=not shape.reads_encoder,
-                at_once=at_once if isinstance(config, PrefillConfig) else None,
+                splitting=splitting if isinstance(config, PrefillConfig) else None,
             )
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
-                capacity = min(num_tokens // tokens_per_item + num_padded, num_tokens) + at_once
+                num_items = min(num_tokens // tokens_per_item + num_padded, num_tokens)
+                capacity = item_capacity(num_items, splitting.at_once)
                 empty = np.zeros((capacity - len(items), PREFILL_FIELDS), np.int32)
                 items = np.concatenate([items, empty])  # they name no keys and no tokens
             # A work item has at least one token, or is one of those that are split.
-            capacity = (staging.max_num_tokens + at_once) * PREFILL_FIELDS
+            capacity = item_capacity(staging.max_num_tokens, splitting.at_once) * PREFILL_FIELDS
             name = f"attention.prefill.{index}"
             staged = staging.put(name, items.reshape(-1), capacity, part="tokens")
             self._prefills[shape] = _PrefillLaunch(staged, config, spans, num_passes)
@@ -412,8 +413,8 @@ class TritonBackend:
         if self._dequantized is not None:
             sizes = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.group
             num_passes = self._dequantized.num_passes(seqs, *sizes, shape.window)
-        config, at_once = self._prefill_config(shape), _prefills_at_once(shape)
-        of_kernel = shape.window, shape.group, config, at_once, self._is_fp8
+        heads, config = (shape.group, shape.num_kv_heads), self._prefill_config(shape)
+        of_kernel = shape.window, *heads, self._num_sms, config, self._is_fp8
         times = prefill_times(seqs, *of_kernel, num_passes or 1)
         if num_passes is None:
             return times._replace(whole=math.inf), 0
@@ -422,13 +423,17 @@ class TritonBackend:
     def _make_prefill_splits(self, device: torch.device) -> PrefillSplits:
         programs, rows = 0, 0
         for shape in self._shapes:
-            places = prefill_places(_prefills_at_once(shape))
+            places = num_places(self._splitting(shape).at_once)
             programs = max(programs, places * shape.num_kv_heads)
             rows = max(rows, self._prefill_config(shape).rows)
         return PrefillSplits.of(programs, rows, max(s.head_dim for s in self._shapes), device)
 
+    def _splitting(self, shape: _Shape) -> Splitting:
+        return self._prefill_config(shape).splitting(shape.num_kv_heads, self._num_sms)
+
     def _prefill_config(self, shape: _Shape) -> PrefillConfig:
-        return prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
+        memory, is_fp8 = self._shared_memory, self._is_fp8
+        return prefill_config(self._dtype, shape.head_dim, shape.group, memory, is_fp8)
 
     def _is_for_hopper(self, shape: _Shape, device: torch.device) -> bool:
         """Whether attention_prefill_hopper.py computes the prompts of layers of this shape."""
@@ -624,11 +629,6 @@ def _check(dtype: torch.dtype, *heads: Tensor) -> None:
         assert x.dtype == dtype, f"{x.dtype} for a backend of {dtype}"
         assert x.stride(2) == 1, "heads must be dense"
         assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
-
-
-def _prefills_at_once(shape: _Shape) -> int:
-    """See `prefill_items`."""
-    return max(1, SPLIT_PROGRAMS // shape.num_kv_heads)
 
 
 def _alignment(shape: _Shape, config: DecodeConfig | ClusterConfig) -> int:

@@ -40,7 +40,7 @@ from octavo.ops.cuda.attention_scores import (
     has_fast_tanh,
     log2_scores,
 )
-from octavo.ops.cuda.attention_work_items import MIN_PREFILL_SPLIT, Sequences
+from octavo.ops.cuda.attention_work_items import Sequences, Splitting
 from octavo.ops.cuda.paged import (
     FLOAT16_WEIGHT,
     LOWEST,
@@ -57,11 +57,12 @@ from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
 _MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 _LONG = 2048  # keys of a sequence, from which on larger tiles take less time
-SPLIT_PROGRAMS = 132  # that all keys are split for: one for each SM of a large GPU
 KEY_SECONDS = 12e-9  # of a program of attention_prefill_hopper.py for a key; 22e-9 in heads of 256
 # What a program takes for a key, beside half as many rows as attention_prefill_hopper.py has, or as
-# many, and for a key of e4m3; and for adding up partial results: in keys of that kernel.
-_SPLIT_KEY_OF_HALF, _SPLIT_KEY, _SPLIT_KEY_FLOAT8, _ADDED_UP = 1.55, 2.7, 2.5, 1000
+# many, each in 16 bits and in e4m3: in keys of that kernel.
+_SPLIT_KEY_OF_HALF, _SPLIT_KEY = (1.7, 2.5), (2.7, 3.5)
+# What one SM would take to convert a key of e4m3, and the launch that converts: in the same.
+_CONVERTED_KEY, _CONVERSION = 2.4, 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,12 @@ class PrefillConfig:
     tile: int
     num_warps: int
     num_stages: int
+    per_sm: int = 1  # programs that an SM has registers and shared memory for
+    added_keys: int = 32  # see Splitting
+
+    def splitting(self, num_kv_heads: int, num_sms: int) -> Splitting:
+        """On a GPU with so many multiprocessors."""
+        return Splitting(max(1, num_sms * self.per_sm // num_kv_heads), self.added_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,37 +111,45 @@ def prefill_times(
     seqs: Sequences,
     window: int | None,
     group: int,
+    num_kv_heads: int,
+    num_sms: int,
     config: PrefillConfig,
-    at_once: int,
     is_fp8: bool,
     num_passes: int = 1,
 ) -> PrefillTimes:
     """Few tokens over many keys take less time where these are split.
 
-    config: of this module's kernel; at_once: see `prefill_items`; is_fp8: whether the cache is
-    e4m3; num_passes: of the other kernel, each of which takes as long as its longest item.
+    config: of this module's kernel; is_fp8: whether the cache is e4m3; num_passes: of the other
+    kernel, each of which takes as long as its longest item.
     """
     visible = seqs.contexts.astype(np.int64) - seqs.lens // 2  # on average
     if window is not None:
         visible = np.minimum(visible, window + np.minimum(seqs.lens, config.rows // group))
     own, other = (
-        int((-(-seqs.lens * group // rows) * visible).sum()) / at_once
+        int((-(-seqs.lens * group // rows) * visible).sum())
         for rows in (config.rows, HopperPrefillConfig.rows)
     )
-    of_key = _SPLIT_KEY if config.rows >= HopperPrefillConfig.rows else _SPLIT_KEY_OF_HALF
-    if is_fp8:
-        of_key = _SPLIT_KEY_FLOAT8
-    # Two programs share an SM. An item of no more than an even share is not split.
+    keys = _SPLIT_KEY if config.rows >= HopperPrefillConfig.rows else _SPLIT_KEY_OF_HALF
     longest = int(visible.max(initial=0))
-    share = max(own / 2, min(own, longest), MIN_PREFILL_SPLIT)
-    return PrefillTimes(of_key * share + _ADDED_UP, max(other, num_passes * longest))
+    splitting = config.splitting(num_kv_heads, num_sms)
+    share = max(own / splitting.at_once, splitting.min_split(longest), 1)
+    split = keys[is_fp8] * (share + splitting.added_keys * longest / share)
+    whole = max(other * num_kv_heads / num_sms, num_passes * longest)
+    if is_fp8:
+        whole += _CONVERTED_KEY * int(visible.sum()) * num_kv_heads / num_sms + _CONVERSION
+    return PrefillTimes(split, whole)
 
 
 @cache
 def prefill_config(
-    dtype: torch.dtype, head_dim: int, group: int, shared_memory: int = MUCH_SHARED_MEMORY
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    shared_memory: int = MUCH_SHARED_MEMORY,
+    is_fp8: bool = False,
 ) -> PrefillConfig:
-    """group: query heads per KV head; shared_memory: bytes that a program may take."""
+    """group: query heads per KV head; shared_memory: bytes that a program may take; is_fp8: whether
+    the cache is e4m3."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         rows = max(16, power_of_2(group))
@@ -146,8 +161,9 @@ def prefill_config(
     if padded > 128:
         return PrefillConfig(rows, tile=32, num_warps=8, num_stages=2)
     if group == 1 or group > 64:
-        return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3)
-    return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
+        return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3, per_sm=1 if is_fp8 else 2)
+    added_keys = 32 if is_fp8 else 128
+    return PrefillConfig(64, tile=64, num_warps=4, num_stages=3, per_sm=2, added_keys=added_keys)
 
 
 @dataclass(frozen=True, slots=True)

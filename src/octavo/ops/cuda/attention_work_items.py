@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
-MIN_PREFILL_SPLIT = 512  # keys, the same of prompts
 UNSPLIT_TILES = 2  # that take less time one after the other than splits and combining them
 FEW_TILES = 8  # of a split: with more, more rounds of combining take less time than they do
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
@@ -56,6 +56,21 @@ class CascadeWork(NamedTuple):
         used[:, 1] = seqs.contexts.take(self.members) - 1
         used[:, 2] = first + self.places
         return table
+
+
+class Splitting(NamedTuple):
+    """How items of prompts with many keys are split."""
+
+    at_once: int  # how many items a GPU computes at the same time for each KV head
+    added_keys: int  # that a program computes while another one adds up one partial result
+
+    def min_split(self, longest: int) -> int:
+        """Keys of a split, at least. longest: keys of an item.
+
+        n splits take the time of longest / n + n * added_keys keys, of which the sum is least where
+        both are equal.
+        """
+        return math.isqrt(self.added_keys * longest)
 
 
 class DecodeWork(NamedTuple):
@@ -285,13 +300,12 @@ def prefill_items(
     alignment: int,
     tokens_per_item: int,
     is_causal: bool = True,
-    at_once: int | None = None,
+    splitting: Splitting | None = None,
 ) -> Int32s:
     """[num_items, PREFILL_FIELDS], as `prefill_attention` reads them.
 
-    is_causal: see there. at_once: how many items a GPU computes at the same time for each KV head,
-    if it is to split those with many more keys than an even share. There are then at most so many
-    more items, and `prefill_places` partial results.
+    is_causal: see there. splitting: if items with many more keys than an even share are split. With
+    it there are `item_capacity` items at most, and `num_places` partial results.
     """
     tokens, rows, contexts, lens = seqs
     counts = -(-lens // tokens_per_item)
@@ -313,32 +327,24 @@ def prefill_items(
     items[:, 6] = count
     items[:, 7] = contexts[seq]
     items[:, 9] = 1
-    if at_once is not None and len(items):
-        items = _split_items(items, tile, at_once)
+    if splitting is not None and len(items):
+        items = _split_items(items, tile, splitting)
     return items[np.argsort(items[:, 2] - items[:, 4], kind="stable")]  # the most keys first
 
 
-def _split_items(items: Int32s, tile: int, at_once: int) -> Int32s:
+def _split_items(items: Int32s, tile: int, splitting: Splitting) -> Int32s:
     """See `prefill_items`."""
-    sizes = (items[:, 4] - items[:, 2]).astype(np.int64)
-    size = max(-(-int(sizes.sum()) // at_once), MIN_PREFILL_SPLIT)
-    size = -(-size // tile) * tile
-    is_split = 2 * sizes > 3 * size
-    if not is_split.any():
+    sizes = items[:, 4] - items[:, 2]
+    min_split = splitting.min_split(int(sizes.max()))
+    splits, size = _split(sizes, tile, splitting.at_once, min_split)
+    if splits is None:
         return items
-    counts = -(-sizes[is_split] // size)
-    which, number = parts_of(counts)
-    parts = items[is_split].take(which, axis=0)
-    parts[:, 2] += number * size
-    parts[:, 4] = np.minimum(parts[:, 2] + size, parts[:, 4])
+    which, number = parts_of(splits)
+    parts = items.take(which, axis=0)
+    parts[:, 2] += number * size.take(which)
+    parts[:, 4] = np.minimum(parts[:, 2] + size.take(which), parts[:, 4])
     parts[:, 3] = parts[:, 3].clip(parts[:, 2], parts[:, 4])
     parts[:, 8] = number
-    parts[:, 9] = counts.take(which)
-    parts[:, 10] = starts_of(counts).take(which)
-    return np.concatenate([items[~is_split], parts])
-
-
-def prefill_places(at_once: int) -> int:
-    """Partial results of split items that `prefill_items` may need places for: an item of x > 1.5
-    even shares is cut into less than x + 1."""
-    return 2 * at_once
+    parts[:, 9] = splits.take(which)
+    parts[:, 10] = starts_of(np.where(splits > 1, splits, 0)).take(which)
+    return parts

@@ -9,10 +9,14 @@ from triton.runtime import driver
 
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY
 
+_SMS_OF_H200 = 132
+
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
+    """How many multiprocessors a GPU has; a CPU's interpreter stands for an H200."""
+    if device.type != "cuda":
+        return _SMS_OF_H200
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
