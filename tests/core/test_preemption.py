@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from core.worlds import sampling
+from core.worlds import World, preempt, sampling
 from octavo.core.block_table import BlockTable
 from octavo.core.preemption import (
     SMOOTHING,
     PreemptionCosts,
     prepare_rebuild,
-    rebuild_goal,
+    rebuild_goals,
     take_ready_forks,
 )
 from octavo.core.sequence import Request, Sequence
@@ -90,7 +90,7 @@ def test_samples_are_rebuilt_with_few_looks_at_what_they_share(
         request.sequences.append(Sequence(index, request, token_ids, index))
     leader, *others = request.sequences
     prepare_rebuild(request)
-    assert rebuild_goal(leader, request.sequences) == 2000
+    assert rebuild_goals(request.sequences)[leader] == 2000
     leader.table, leader.num_computed_tokens = BlockTable(1), 2000
     ready = take_ready_forks(request.sequences)
     assert [follower.sample_index for _, follower in ready] == [1, 2, 3]
@@ -110,3 +110,29 @@ def test_a_sample_that_ends_where_others_branch_leads_none_of_them() -> None:
     assert take_ready_forks(request.sequences) == [(leader, short), (leader, first)]
     assert second.leader is first
     assert second.branch_at == 4
+
+
+def test_each_sample_is_looked_at_a_few_times_in_a_step_that_rebuilds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All 64 have forked off, and compute what each of them had drawn."""
+    num_samples, num_looks = 64, 0
+    world = World(num_blocks=2000, max_num_seqs=num_samples, max_num_batched_tokens=100)
+    gang = world.add("gang", 8, 40, n=num_samples)
+    while gang.sequences[0].num_output_tokens < 20:
+        world.step()
+    preempt(world, gang, "recompute")
+    while any(seq.table is None for seq in gang.sequences):
+        world.step()
+    assert gang.catching_up
+    slot = Sequence.leader
+
+    def counted(seq: Sequence) -> Sequence | None:
+        nonlocal num_looks
+        num_looks += 1
+        leader: Sequence | None = slot.__get__(seq)
+        return leader
+
+    monkeypatch.setattr(Sequence, "leader", property(counted, slot.__set__))
+    world.scheduler.schedule()
+    assert num_looks <= 3 * num_samples

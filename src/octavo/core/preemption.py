@@ -96,11 +96,14 @@ def prepare_rebuild(request: Request) -> None:
         seq.branch_at = num_common(first, seq)
 
 
-def rebuild_goal(seq: Sequence, sequences: Seq[Sequence]) -> int:
-    """How many tokens of a leading sequence may be computed now: up to the next fork, or all but
+def rebuild_goals(sequences: Seq[Sequence]) -> dict[Sequence, int]:
+    """How many tokens of each sequence may be computed now: up to the next fork off it, or all but
     the last one, which waits until all sequences have caught up."""
-    branches = [other.branch_at for other in sequences if other.leader is seq]
-    return min([seq.num_tokens - 1, *branches])
+    goals = {seq: seq.num_tokens - 1 for seq in sequences}
+    for seq in sequences:
+        if seq.leader is not None:
+            goals[seq.leader] = min(goals[seq.leader], seq.branch_at)
+    return goals
 
 
 def is_leader(seq: Sequence, sequences: Seq[Sequence]) -> bool:

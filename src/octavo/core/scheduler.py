@@ -24,7 +24,7 @@ from octavo.core.preemption import (
     PreemptionCosts,
     is_leader,
     prepare_rebuild,
-    rebuild_goal,
+    rebuild_goals,
     take_ready_forks,
 )
 from octavo.core.prompt_reading import reading_of
@@ -316,9 +316,9 @@ class Scheduler:
         if len(started) == len(request.sequences) and not behind:
             request.catching_up = False
             return self._next_targets(request, builder, room)
-        targets = []
+        targets, rebuilt = [], rebuild_goals(request.sequences)
         for seq in started:
-            n = min(rebuild_goal(seq, request.sequences) - seq.num_computed_tokens, room)
+            n = min(rebuilt[seq] - seq.num_computed_tokens, room)
             if n > 0:
                 targets.append((seq, n))
                 room -= n
@@ -508,7 +508,7 @@ class Scheduler:
         kv, chunk = self.kv, self.config.max_num_batched_tokens
         leader, *others = request.sequences
         prepare_rebuild(request)
-        goal = rebuild_goal(leader, request.sequences) if others else leader.num_tokens
+        goal = rebuild_goals(request.sequences)[leader] if others else leader.num_tokens
         num_unread = goal if request.reading is None else request.sampling.first_read
         if num_unread == 0 or request.avoids_cache:
             hit = kv.no_hit(leader)  # every position of the prompt must be computed
