@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,6 +317,28 @@ def test_random_plans_leave_the_rows_as_a_naive_model_has_them(seed: int) -> Non
 
 def opened(seq_id: int, length: int, spec: SamplingSpec = SPECS[0]) -> OpenedRow:
     return OpenedRow(seq_id, tuple(range(length)), length, 0, spec, seed=0, sample_index=0)
+
+
+class CountedList(list[int]):
+    """A list that counts the elements of its slices."""
+
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            self.num_copied += len(found)
+        return found
+
+
+def test_prompts_that_are_read_are_found_without_adding_up_those_before_each() -> None:
+    batch, num_rows = make_batch(), 200
+    seq_ids, spec = list(range(num_rows)), SamplingSpec(pools_prompt=True)
+    counts = CountedList([3] * num_rows)
+    plan = StepPlan(0, seq_ids, counts, [], [], opened=[opened(i, 3, spec) for i in seq_ids])
+    batch.apply(plan)
+    assert [chunk.start for chunk in batch.prompt_chunks(plan)] == list(range(0, 600, 3))
+    assert counts.num_copied == 0
 
 
 def test_tokens_are_counted_again_where_one_was_rewritten() -> None:

@@ -250,6 +250,7 @@ class InputBatch:
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
         """The plan's chunks of prompts that are read."""
         rows = self.rows_of(plan.seq_ids)
+        starts = np.cumsum([0, *plan.num_scheduled_tokens]).tolist()
         chunks = []
         for index in np.flatnonzero(self._rows["flags"][rows] & _READ).tolist():
             row, state = rows[index], self._rows[rows[index]]
@@ -261,7 +262,7 @@ class InputBatch:
             end = min(num_computed + plan.num_scheduled_tokens[index], num_prompt, last)
             if first >= end:
                 continue
-            start = sum(plan.num_scheduled_tokens[:index]) + first - num_computed
+            start = starts[index] + first - num_computed
             targets = None
             if not spec.pools_prompt:
                 following = self._token_ids[row, first + 1 : end + 1]
