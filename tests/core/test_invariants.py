@@ -87,7 +87,7 @@ def look_at_none(scheduler: Scheduler, first: Request, second: Request) -> None:
 
 def look_at_the_last_first(scheduler: Scheduler, first: Request, second: Request) -> None:
     [ready] = scheduler.queues.ready.flows()
-    ready.reverse()
+    ready._parts[0].reverse()
 
 
 def hold_blocks_and_wait(scheduler: Scheduler, first: Request, second: Request) -> None:
@@ -103,7 +103,7 @@ def finish_and_stay(scheduler: Scheduler, first: Request, second: Request) -> No
 
 
 def queue_twice(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler.waiting.insert(0, first)
+    scheduler.waiting.add(first)
 
 
 def reverse_the_queue(scheduler: Scheduler, first: Request, second: Request) -> None:

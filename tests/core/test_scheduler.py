@@ -46,7 +46,6 @@ def test_decodes_never_starve() -> None:
     world.step()
     world.add("old", 100, 2)
     world.scheduler.requests["old"].order = (-1.0, 0.0)
-    world.scheduler.waiting.sort(key=lambda r: r.order)
     for expected in range(2, 10):
         plan, _ = world.step()
         assert young.sequences[0].num_output_tokens == expected
@@ -460,10 +459,8 @@ class TestPriority:
     def test_waiting_makes_urgent(self) -> None:
         world = self.world(aging_seconds=3.0)
         world.add("patient", 16, 4, priority=2)
-        world.scheduler.waiting.clear()  # it is left behind for a while
         patient = world.scheduler.requests["patient"]
-        world.now = 20.0
-        world.scheduler.waiting.append(patient)
+        world.now = 20.0  # it is left behind for a while
         fresh = world.add("fresh", 16, 4, priority=1)
         world.step()
         assert (patient.status, fresh.status) == (Status.RUNNING, Status.WAITING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -99,7 +100,7 @@ def take_snapshot(engine: Engine, num_steps: int) -> Snapshot:
         _view_tier(kv.swap_pool),
         [view_request(request) for request in scheduler.running],
         [view_request(request) for request in scheduler.swapped],
-        [view_request(request) for request in scheduler.waiting[:MAX_WAITING]],
+        [view_request(request) for request in islice(scheduler.waiting, MAX_WAITING)],
         len(scheduler.waiting),
         [
             PinView(name, seq.num_tokens, seq.table.by_group() if seq.table is not None else [])
