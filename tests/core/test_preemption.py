@@ -3,10 +3,14 @@ sequences are rebuilt the way they were forked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from core.worlds import World, preempt, sampling
 from octavo.core.block_table import BlockTable
+from octavo.core.kv import manager
+from octavo.core.policies import FairShare
 from octavo.core.preemption import (
     SMOOTHING,
     PreemptionCosts,
@@ -14,7 +18,7 @@ from octavo.core.preemption import (
     rebuild_goals,
     take_ready_forks,
 )
-from octavo.core.sequence import Request, Sequence
+from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
 
 
@@ -136,3 +140,57 @@ def test_each_sample_is_looked_at_a_few_times_in_a_step_that_rebuilds_them(
     monkeypatch.setattr(Sequence, "leader", property(counted, slot.__set__))
     world.scheduler.schedule()
     assert num_looks <= 3 * num_samples
+
+
+def test_blocks_of_a_swapped_request_are_not_looked_at_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(num_blocks=8, num_swap_blocks=8, enable_prefix_caching=False)
+    world.add("first", 8, 24)
+    second = world.add("second", 8, 8)
+    world.step()
+    preempt(world, second, "swap")
+    num_looks = 0
+
+    def counted(seqs: list[Sequence]) -> list[int]:
+        nonlocal num_looks
+        num_looks += 1
+        return distinct(seqs)
+
+    distinct = manager._distinct
+    monkeypatch.setattr(manager, "_distinct", counted)
+    monkeypatch.setattr(world.scheduler, "_watermark", 8)  # it does not come back meanwhile
+    for _ in range(5):
+        world.step()
+    assert second.status is Status.SWAPPED
+    assert num_looks == 0
+    world.run()
+    assert num_looks == 1
+
+
+def test_swapped_requests_are_sorted_once_for_all_that_may_pass_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(11, num_swap_blocks=11, policy="fair", enable_prefix_caching=False)
+    world.add("first", 16, 20, tenant="a")
+    second = world.add("second", 20, 20, tenant="a")
+    world.step()
+    preempt(world, second, "swap")
+    monkeypatch.setattr(world.scheduler, "_watermark", 1)
+    others = [world.add(f"r{i}", 2, 2, tenant="b") for i in range(4)]
+    policy, num_sorted = world.scheduler.policy, 0
+    assert isinstance(policy, FairShare)
+    policy._tenants["a"].counter += 100
+    victims = policy.victims
+
+    def counted(requests: list[Request]) -> Seq[Request]:
+        nonlocal num_sorted
+        num_sorted += requests is world.scheduler.swapped
+        return victims(requests)
+
+    monkeypatch.setattr(policy, "victims", counted)
+    world.step()
+    assert second.status is Status.SWAPPED
+    assert all(other.status is not Status.WAITING for other in others)
+    assert num_sorted == 3  # to resume some, to displace running ones, and to admit waiting ones
+    world.run()

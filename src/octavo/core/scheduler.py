@@ -206,7 +206,7 @@ class Scheduler:
     def _displace_running(self, builder: PlanBuilder) -> None:
         """Preempt running requests for the first waiting one if it would not fit otherwise."""
         head = self.queues.ready.first()
-        if head is None or not self._may_pass_swapped(head):
+        if head is None or not self._may_pass(head, self._next_swapped()):
             return
         victims = [
             victim
@@ -223,11 +223,15 @@ class Scheduler:
         head.refused_with_free = None
         self._admit(head, builder, builder.budget - self.queues.num_running_seqs)
 
-    def _may_pass_swapped(self, waiting: Request) -> bool:
-        """Whether a waiting request need not wait until all swapped ones are back."""
-        if not self.swapped:
-            return True
-        return self.policy.may_pass(waiting, self.policy.victims(self.swapped)[-1])
+    def _next_swapped(self) -> Request | None:
+        """The swapped request that comes back first. Waiting ones that pass it do not change which
+        one that is."""
+        return self.policy.victims(self.swapped)[-1] if self.swapped else None
+
+    def _may_pass(self, waiting: Request, swapped: Request | None) -> bool:
+        """Whether a waiting request need not wait until all swapped ones are back, of which
+        `swapped` is the next."""
+        return swapped is None or self.policy.may_pass(waiting, swapped)
 
     def _fits(self, request: Request, builder: PlanBuilder, leaving: Seq[Request] = ()) -> bool:
         """Whether a waiting request could start in this step if some running ones left."""
@@ -363,6 +367,7 @@ class Scheduler:
         pairs = self.kv.swap_out(held) if mode == "swap" else None
         if pairs is not None:
             builder.swap_out(pairs)
+            request.num_swapped_blocks = len(pairs)
             self.queues.move(request, Status.SWAPPED)
         else:
             mode = "recompute"
@@ -387,7 +392,7 @@ class Scheduler:
         """Bring swapped requests back, as far as there is room."""
         for request in reversed(self.policy.victims(self.swapped)):
             held = [seq for seq in request.sequences if seq.table is not None]
-            needed = self.kv.num_swap_in_blocks(held)
+            needed = request.num_swapped_blocks
             if self.running:
                 # With room to grow, or it would be the first to be preempted again.
                 needed += len(held) * len(self.kv.specs) + self._num_reserved_blocks
@@ -433,12 +438,13 @@ class Scheduler:
         if not batches.is_open(self.running):
             return
         quota = batches.prefill_quota(self.policy.prefill_quota(self.waiting))
+        swapped = self._next_swapped()
         passed: list[Request] = []
         num_deferred = 0
         for request in queues.ready:
             if builder.budget <= 0 or queues.num_free_slots <= 0:
                 return
-            if request in builder.preempted or not self._may_pass_swapped(request):
+            if request in builder.preempted or not self._may_pass(request, swapped):
                 return
             outcome = self._admit(request, builder, builder.budget, quota)
             if outcome is Admission.NEXT_STEP:

@@ -128,6 +128,7 @@ class Request:
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_swapped_blocks",
         "num_undecided",
         "number",
         "order",
@@ -195,6 +196,9 @@ class Request:
         self.num_passes = 0  # later requests admitted while this one did not fit
         self.refused_with_free: int | None = None  # free blocks when it last did not fit
         self.catching_up = False  # several sequences are being recomputed
+        # Blocks that it held when it was last swapped out. It may need fewer when it comes back, as
+        # samples may have ended since.
+        self.num_swapped_blocks = 0
         # Steps in flight whose results decide which sequences live on. Until they are known, the
         # request can neither continue nor be preempted.
         self.num_undecided = 0
