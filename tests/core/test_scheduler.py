@@ -242,6 +242,21 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     assert (second.num_preemptions, second.num_cached_tokens) == (1, 8)
 
 
+def test_cached_tokens_stay_those_of_the_first_admission_when_a_leading_sample_ends() -> None:
+    """The others are recomputed then, which is no preemption, and find blocks of their own."""
+    world = World(num_blocks=40, max_num_batched_tokens=8)
+    gang = Request("gang", [1] * 20, sampling(3, 28), SamplingSpec())
+    world.scheduler.resume(gang, {0: [2, 3], 1: [2, 4], 2: [5, 6]})
+    for _ in range(3):
+        world.step()
+    assert gang.catching_up
+    num_looked_up = world.kv.num_lookup_tokens
+    world.scheduler.finish_by_stop_string(gang.sequences[0], "stop")
+    world.run()
+    assert (gang.num_preemptions, gang.num_cached_tokens) == (0, 0)
+    assert world.kv.num_lookup_tokens == num_looked_up
+
+
 def test_a_late_step_says_nothing_about_the_blocks_of_a_prompt_that_began_again() -> None:
     """A step has computed a block of the prompt, which is preempted and given other blocks before
     the step's results are in. Of those, two tokens are computed by then."""

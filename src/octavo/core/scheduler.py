@@ -537,8 +537,9 @@ class Scheduler:
         changes = self.kv.allocate(leader, hit, hit.num_tokens + num_tokens)
         if changes is None:
             return Admission.NO_ROOM
-        if request.num_preemptions == 0:
+        if request.avoids_cache or not request.was_admitted:
             request.num_cached_tokens = hit.num_cached_tokens
+        request.was_admitted = True
         # Now: its windows may leave such blocks behind.
         request.found_unverified = not self.kv.is_verified(hit)
         for seq in request.sequences:

@@ -143,6 +143,7 @@ class Request:
         "sequences",
         "status",
         "tenant",
+        "was_admitted",
     )
 
     def __init__(
@@ -181,8 +182,11 @@ class Request:
         self.reading = reading_of(sampling)
         self.first_token_time: float | None = None
         self.num_preemptions = 0
+        self.was_admitted = (
+            False  # it has had blocks; a preemption is not the only way to lose them
+        )
         # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
-        # request was first admitted.
+        # request was first admitted; 0 if it was computed without the cache since.
         self.num_cached_tokens = 0
         # Whether it took blocks from the prefix cache that were not pinned, when it was last
         # admitted.

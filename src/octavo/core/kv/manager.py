@@ -373,7 +373,7 @@ class KVCacheManager:
                 ids.append(new_block())
         changes.table_writes = self.table_writes(seq)
         table.writable_until = self._capacity(table)
-        if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
+        if hit.ended_by != "not_asked" and not seq.request.was_admitted:
             self.num_lookup_tokens += hit.num_input_tokens + seq.num_tokens
             self.num_hit_tokens += hit.num_found_tokens
         if self.enable_prefix_caching:
