@@ -365,8 +365,10 @@ class Engine:
         self._check_alive()
         valid_text("name", name)
         if name not in self.kv.pins:
-            known = ", ".join(sorted(self.kv.pins)) or "none"
-            raise InvalidRequest("name", f"no prefix {shown(name)} is pinned; pinned: {known}")
+            number = len(self.kv.pins)
+            raise InvalidRequest(
+                "name", f"no prefix {shown(name)} is pinned; number of pinned prefixes: {number}"
+            )
         self.kv.unpin(name)
 
     # ---------------------------------------------------------------- inside

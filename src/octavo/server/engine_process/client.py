@@ -20,7 +20,7 @@ from octavo.engine.validation import (
     RequestPreparer,
     parts_of,
 )
-from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable, shown
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.sampling_params import PoolingParams, SamplingParams
@@ -299,8 +299,10 @@ class EngineClient:
         self._check_open()
         pin = self._journal.pins.get(name)
         if pin is None or not pin.computed.done():
-            known = ", ".join(sorted(prefix.name for prefix in self.list_prefixes())) or "none"
-            raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
+            number = sum(each.computed.done() for each in self._journal.pins.values())
+            raise InvalidRequest(
+                "name", f"no prefix {shown(name)} is pinned; number of pinned prefixes: {number}"
+            )
         await self._fleet.unpin(pin)
         return _pinned(pin)
 
