@@ -17,11 +17,15 @@ from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.stream import RequestStream
+from octavo.server.http import forks, responses
 from octavo.server.http.app import create_app
 from octavo.server.http.endpoints.completions import CompletionWriter
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import Tenant
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import CompletionScores
-from octavo.server.offload import LARGE_REPLY
+from octavo.server.offload import LARGE_REPLY, Offload
+from octavo.structured.output import StructuredOutput
 from server.clients import assert_nothing_is_held, complete, kill, run, sampling, symbolic_client
 from server.symbolic_engine import expected_tokens
 
@@ -268,5 +272,37 @@ def test_a_stream_of_a_fork_that_is_closed_ends_its_children() -> None:
             joined = (await api.get(f"/v1/forks/{fork_id}")).json()
             check(joined, 1, 4, 60)
             await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_grammars_of_ended_responses_and_forks_count_as_tokens_of_their_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large grammars leave room for fewer responses and forks that are remembered."""
+    monkeypatch.setattr(responses, "MAX_TOKENS", 5000)
+    monkeypatch.setattr(forks, "MAX_TOKENS", 5000)
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            tenant, known, kept = Tenant(""), responses.Responses(100), forks.Forks(100)
+            for number in range(4):
+                form = StructuredOutput(choice=["x" * 8000])
+                stream = await client.generate(
+                    PROMPT, sampling(2, structured=form, stop_token_ids=(0,))
+                )
+                response = known.begin(f"r{number}", tenant, [stream], 1)
+                fork = forks.Fork({"id": f"f{number}"}, None, tenant, [stream], 1, Offload())
+                kept.add(fork, is_kept=True)
+                await fork.ended
+                known.end(response)
+            await asyncio.sleep(0)
+            known.find("r3", tenant, 0)
+            kept.find("f3", tenant)
+            for number in range(2):
+                with pytest.raises(ApiError, match="no response"):
+                    known.find(f"r{number}", tenant, 0)
+                with pytest.raises(ApiError, match="no fork"):
+                    kept.find(f"f{number}", tenant)
 
     run(test())

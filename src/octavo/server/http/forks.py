@@ -13,6 +13,7 @@ from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import Tenant
+from octavo.server.http.responses import tokens_of_grammars
 from octavo.server.offload import Offload
 
 BodyT = TypeVar("BodyT")
@@ -69,8 +70,10 @@ class Fork(Generic[BodyT]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and outputs; each log-probability counts as ten."""
-        return sum(
+        """Tokens of prompts and outputs, and those that take as much memory as the grammars; each
+        log-probability counts as ten."""
+        grammars = (stream.entry.request.sampling.grammar for stream in self.streams)
+        return tokens_of_grammars(grammars) + sum(
             len(stream.prompt_token_ids)
             + sum(len(sample.token_ids) + 10 * len(sample.logprobs) for sample in stream.samples)
             for stream in self.streams

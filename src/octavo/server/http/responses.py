@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.core.step import Grammar
@@ -15,7 +16,8 @@ from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.keys import Tenant
 
-MAX_TOKENS = 1 << 22  # of all ended responses together, 4 bytes each
+TOKEN_BYTES = 4
+MAX_TOKENS = 1 << 22  # of all ended responses together; grammars count as tokens of their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,9 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+        """Tokens of its choices, and those that take as much memory as its grammars."""
+        num_tokens = sum(choice.num_tokens for choice in self.choices)
+        return num_tokens + tokens_of_grammars(choice.grammar for choice in self.choices)
 
 
 class Responses:
@@ -128,6 +132,12 @@ class Responses:
         known = self._ended.pop(key, None)
         if known is not None:
             self._num_tokens -= known.num_tokens
+
+
+def tokens_of_grammars(grammars: Iterable[Grammar | None]) -> int:
+    """How many tokens take as much memory as these grammars, of which some may be the same."""
+    sources = {id(each.source): each.source for each in grammars if each is not None}
+    return sum(map(sys.getsizeof, sources.values())) // TOKEN_BYTES
 
 
 def _running_choice(stream: RequestStream, index: int) -> Parent:
