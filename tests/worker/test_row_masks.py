@@ -18,6 +18,8 @@ from octavo.structured.constraint import (
     set_bits,
     words_of,
 )
+from octavo.worker import mask_rules
+from octavo.worker.mask_rules import Int32s
 from octavo.worker.row_masks import MaskedRows, Masks, PendingMasks, RowMasks
 from worker.fake_constraints import Rising, RisingLibrary, no_grammars, rising_masks
 
@@ -148,6 +150,25 @@ def test_reasoning_ends_at_its_limit(output: list[int], forced: int | None) -> N
         said = output[1:] if prompt_is_open else output
         spec = SamplingSpec(thinking=thinking, end_token_ids=(0,))
         assert mask_of(spec, said, [3]) == (list(range(SIZE)) if forced is None else [forced])
+
+
+def test_the_end_of_reasoning_is_not_looked_for_in_all_that_comes_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths: list[int] = []
+    original = mask_rules._end_of
+
+    def counted(token_ids: Sequence[int], output: Int32s) -> int | None:
+        lengths.append(len(output))
+        return original(token_ids, output)
+
+    monkeypatch.setattr(mask_rules, "_end_of", counted)
+    limit = 1000
+    spec = ThinkingSpec(limit, (3,), (8, 9), False)
+    output = np.array([3, *[7] * limit, 8, 9, *[7] * 500], np.int32)
+    ends = [mask_rules.end_of_thinking(spec, output[:n]) for n in range(1, len(output) + 1)]
+    assert [(n, end) for n, end in enumerate(ends) if end is not None] == [(1000, 8), (1001, 9)]
+    assert sum(length > limit for length in lengths) <= 4
 
 
 def test_a_grammar_follows_the_output_and_ends_where_it_may() -> None:

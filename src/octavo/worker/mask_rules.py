@@ -164,11 +164,11 @@ def end_of_thinking(spec: ThinkingSpec | None, output: Int32s) -> int | None:
     # Reasoning is what an output begins with.
     first = output[: len(spec.begin_ids) + MAX_BEFORE_THINKING]
     start = 0 if spec.is_open else _end_of(spec.begin_ids, first)
-    if start is None or len(output) < start + spec.num_tokens:
-        return None
-    # At the limit the end is forced, so it is in this part of the output, or in none.
     size = len(spec.end_ids)
-    part = output[start : start + spec.num_tokens + 2 * size]
+    # At the limit the end is forced, so it is there soon after, and is not looked for later.
+    if start is None or not 0 <= len(output) - start - spec.num_tokens < 2 * size:
+        return None
+    part = output[start:]
     if _end_of(spec.end_ids, part) is not None:
         return None
     for num_there in range(min(size - 1, len(part)), -1, -1):
