@@ -356,7 +356,7 @@ class LLM:
             name: what `pin_prefix` has returned.
 
         Raises:
-            InvalidRequest: none of that name is pinned; the message lists those that are.
+            InvalidRequest: none of that name is pinned.
             EngineFailed, EngineClosed: there is no engine any more.
 
         Example:
@@ -443,9 +443,8 @@ class LLM:
                             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
                         bar.update()
         finally:
-            # Those that have not come to their end. The last one leaves a queue at once; behind the
-            # first, all others move up.
-            for stream in reversed(streams):
+            # Those that have not come to their end.
+            for stream in streams:
                 self.client.abort_request(stream)
         return [stream.output for stream in streams if stream.output is not None]
 
