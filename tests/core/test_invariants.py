@@ -87,7 +87,7 @@ def look_at_none(scheduler: Scheduler, first: Request, second: Request) -> None:
 
 def look_at_the_last_first(scheduler: Scheduler, first: Request, second: Request) -> None:
     [ready] = scheduler.queues.ready.flows()
-    ready._parts[0].reverse()
+    ready._lists[0].reverse()
 
 
 def hold_blocks_and_wait(scheduler: Scheduler, first: Request, second: Request) -> None:

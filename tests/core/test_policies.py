@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 import pytest
@@ -286,7 +286,7 @@ class EarliestDeadlineFirst(SchedulingPolicy):
     def key(self, request: Request, now: float) -> tuple[float, ...]:
         return (now > request.order[0], *request.order)
 
-    def prefill_quota(self, waiting: Collection[Request]) -> int | None:
+    def prefill_quota(self, waiting: Seq[Request]) -> int | None:
         return self._chunk
 
 

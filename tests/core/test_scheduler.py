@@ -44,8 +44,7 @@ def test_decodes_never_starve() -> None:
     world = World(num_blocks=100, max_num_batched_tokens=8, max_num_seqs=4)
     young = world.add("young", 2, 20)
     world.step()
-    world.add("old", 100, 2)
-    world.scheduler.requests["old"].order = (-1.0, 0.0)
+    world.add("old", 100, 2, order=(-1.0, 0.0))
     for expected in range(2, 10):
         plan, _ = world.step()
         assert young.sequences[0].num_output_tokens == expected
@@ -129,7 +128,7 @@ def test_samples_are_recomputed_when_there_is_room_for_all(
     gang = world.add("gang", 8, 20, n=3)
     while gang.sequences[0].num_output_tokens < 8:
         world.step()
-    world.add("other", 60, 4).order = (-1.0,)
+    world.add("other", 60, 4, order=(-1.0,))
     preempt(world, gang, "recompute")
     world.step()
     assert (gang.status is Status.RUNNING) == comes_back
@@ -265,7 +264,7 @@ def test_a_late_step_says_nothing_about_the_blocks_of_a_prompt_that_began_again(
     late = world.scheduler.schedule()
     assert late is not None
     result = world.executor.execute(late)
-    world.add("other", 2).order = (-1.0,)
+    world.add("other", 2, order=(-1.0,))
     preempt(world, victim, "recompute")
     plan = world.scheduler.schedule()
     assert plan is not None
@@ -619,7 +618,7 @@ def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
         world.now += 1
         world.step()
         if blocks == 14:
-            world.add("other", 8, 30).order = (-1.0,)
+            world.add("other", 8, 30, order=(-1.0,))
         world.run()
         results.append([(s.token_ids, s.score) for s in beam.finished])
     assert results[0] == results[1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from core.worlds import BLOCK_SIZE, World, sampling
-from octavo.core import plan_builder, queues
+from core.worlds import BLOCK_SIZE, World
+from octavo.core import plan_builder
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
@@ -17,7 +16,6 @@ from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.plan_builder import PlanBuilder
 from octavo.core.scheduler import MAX_DEFERRALS, Admission, Scheduler
 from octavo.core.sequence import Request, Sequence, Status
-from octavo.core.step import SamplingSpec
 
 SHARED = [3] * 10 * BLOCK_SIZE
 
@@ -224,29 +222,3 @@ def test_a_waiting_prompt_is_hashed_once() -> None:
     assert max(r for r in world.scheduler.num_preemptions.values()) > 0
     blocks = [content for content in hashed if not content.startswith(b"octavo ")]
     assert len(blocks) == len(set(blocks))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_many_requests_are_sorted_in_short_parts(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """So the first leaves without moving all others."""
-    monkeypatch.setattr(queues, "MAX_PART", 8)
-    rng = random.Random(seed)
-    requests = [Request(f"r{i}", [1], sampling(1, 2), SamplingSpec()) for i in range(300)]
-    for number, request in enumerate(requests):
-        request.order = (float(number),)
-    found, expected = queues.SortedRequests(), list[Request]()
-    for _ in range(2000):
-        request = rng.choice([requests[0], requests[-1], rng.choice(requests)])
-        is_there = request in expected
-        if rng.random() < 0.6 and not is_there:
-            found.add(request)
-            expected = sorted([*expected, request], key=lambda each: each.order)
-        else:
-            assert found.remove(request) == is_there
-            expected = [each for each in expected if each is not request]
-        assert list(found) == expected
-        assert len(found) == len(expected)
-        assert all(found[place] is each for place, each in enumerate(expected[:20]))
-        assert all(0 < len(part) <= 8 for part in found._parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 from core.symbolic import SymbolicExecutor
 from octavo.config import SchedulerConfig
@@ -75,15 +77,19 @@ class World:
         n: int = 1,
         method: DecodingMethod | None = None,
         prompt: list[int] | None = None,
+        order: tuple[float, ...] | None = None,
         **fields: Any,
     ) -> Request:
+        """order: of the request, if it is not the policy's."""
         if prompt is None:
             prompt = [sum(name.encode()) % 7, *([3] * (num_prompt_tokens - 1))]
         if method is None:
             method = sampling(n, len(prompt) + num_output_tokens)
         fields.setdefault("sampling", SamplingSpec())
         request = Request(name, prompt, method, arrival_time=self.now, **fields)
-        self.scheduler.add(request)
+        policy = self.scheduler.policy
+        with nullcontext() if order is None else patch.object(policy, "order", lambda _: order):
+            self.scheduler.add(request)
         return request
 
     def step(self) -> tuple[StepPlan, Progress]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
@@ -66,7 +65,7 @@ class SchedulingPolicy:
         """Whether a waiting request may be admitted while this one is swapped out."""
         return False
 
-    def prefill_quota(self, waiting: Collection[Request]) -> int | None:
+    def prefill_quota(self, waiting: Seq[Request]) -> int | None:
         """How many tokens the prompts of a step's newly admitted requests may have together; the
         first one is admitted even if it is longer. None: as many as the step has room for."""
         return self.quota_of_few if len(waiting) <= self.few_waiting else None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import chain
+from typing import TypeAlias
+
+from sortedcontainers import SortedKeyList
 
 from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Status
 
 Key = tuple[float, ...]
-
-MAX_PART = 1024  # requests that are moved at once, at most
+Requests: TypeAlias = "SortedKeyList[Request, Key]"
 
 
 class Queues:
@@ -32,7 +33,7 @@ class Queues:
     ) -> None:
         self.requests: dict[str, Request] = {}  # all unfinished ones
         # Each sorted by `Request.order`.
-        self.waiting = SortedRequests()
+        self.waiting: Requests = SortedKeyList(key=_order)
         self.swapped: list[Request] = []
         self.running: list[Request] = []
         self.ready = ReadyQueue(policy, clock)
@@ -123,8 +124,7 @@ class Queues:
     def _leave(self, request: Request) -> None:
         """Remove a request from its queue."""
         if request.status is Status.WAITING:
-            was_there = self.waiting.remove(request)
-            assert was_there, f"{request} has lost its place"
+            self.waiting.remove(request)
             self.ready.discard(request)  # where it is, unless it is deferred
         else:
             self._queue_of[request.status].remove(request)
@@ -133,60 +133,6 @@ class Queues:
     def _release_slots(self, request: Request) -> None:
         if request.status is Status.RUNNING:
             self.num_free_slots += request.method.max_sequences
-
-
-class SortedRequests(Collection[Request]):
-    """Requests sorted by `Request.order`, in parts, so that one comes or goes without moving all
-    that come after it."""
-
-    def __init__(self) -> None:
-        self._parts: list[list[Request]] = []  # none is empty
-        self._num_requests = 0
-
-    def __len__(self) -> int:
-        return self._num_requests
-
-    def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._parts)
-
-    def __contains__(self, request: object) -> bool:
-        return any(each is request for each in self)
-
-    def __getitem__(self, place: int) -> Request:
-        """The request at a place, which is near the beginning."""
-        for part in self._parts:
-            if place < len(part):
-                return part[place]
-            place -= len(part)
-        raise IndexError("there are not so many requests")
-
-    def add(self, request: Request) -> None:
-        parts = self._parts
-        i = min(self._part_of(request), len(parts) - 1)  # what comes last is added to the last
-        if i < 0:
-            parts.append([])
-            i = 0
-        insort(parts[i], request, key=_order)
-        if len(parts[i]) > MAX_PART:
-            parts[i : i + 1] = parts[i][: MAX_PART // 2], parts[i][MAX_PART // 2 :]
-        self._num_requests += 1
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request; False if it is not there."""
-        i = self._part_of(request)
-        part = self._parts[i] if i < len(self._parts) else []
-        place = bisect_left(part, request.order, key=_order)
-        if place == len(part) or part[place] is not request:
-            return False
-        del part[place]
-        if not part:
-            del self._parts[i]
-        self._num_requests -= 1
-        return True
-
-    def _part_of(self, request: Request) -> int:
-        """The first part that does not end before a request."""
-        return bisect_left(self._parts, request.order, key=lambda part: part[-1].order)
 
 
 class ReadyQueue:
@@ -201,7 +147,7 @@ class ReadyQueue:
     def __init__(self, policy: SchedulingPolicy, clock: Callable[[], float]) -> None:
         self._policy = policy
         self._clock = clock
-        self._flows: dict[str, SortedRequests] = {}
+        self._flows: dict[str, Requests] = {}
         self._heads: list[tuple[Key, str]] = []  # sorted: key of a flow's first request, and flow
         self._key_of: dict[str, Key] = {}  # the key of each flow's entry in `_heads`
 
@@ -211,7 +157,7 @@ class ReadyQueue:
     def __bool__(self) -> bool:
         return bool(self._flows)
 
-    def flows(self) -> list[SortedRequests]:
+    def flows(self) -> list[Requests]:
         """The requests of each flow, the flows in the order of their entries; for inspection."""
         return [self._flows[flow] for _, flow in self._heads]
 
@@ -221,7 +167,7 @@ class ReadyQueue:
 
     def add(self, request: Request) -> None:
         flow = self._policy.flow(request)
-        requests = self._flows.setdefault(flow, SortedRequests())
+        requests = self._flows.setdefault(flow, SortedKeyList(key=_order))
         requests.add(request)
         if requests[0] is request:
             self._place(flow, requests)
@@ -232,7 +178,7 @@ class ReadyQueue:
         requests = self._flows.get(flow)
         if requests is None:
             return
-        requests.remove(request)  # if it was the first, the flow's entry is now outdated
+        requests.discard(request)  # if it was the first, the flow's entry is now outdated
         if not requests:
             del self._flows[flow]
             self._remove_head(flow)
@@ -273,7 +219,7 @@ class ReadyQueue:
             insort(heads, (current, flow), lo=start)
         return None
 
-    def _place(self, flow: str, requests: SortedRequests) -> None:
+    def _place(self, flow: str, requests: Requests) -> None:
         """A flow has a new first request that precedes the others."""
         if flow in self._key_of:
             self._remove_head(flow)

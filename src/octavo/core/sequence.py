@@ -182,9 +182,8 @@ class Request:
         self.reading = reading_of(sampling)
         self.first_token_time: float | None = None
         self.num_preemptions = 0
-        self.was_admitted = (
-            False  # it has had blocks; a preemption is not the only way to lose them
-        )
+        # Whether it has had blocks, which it may have lost without a preemption.
+        self.was_admitted = False
         # Tokens of the prompt (with an encoder, of its input) that the prefix cache had when the
         # request was first admitted; 0 if it was computed without the cache since.
         self.num_cached_tokens = 0
