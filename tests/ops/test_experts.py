@@ -629,6 +629,7 @@ def quantized(form: str, weight: Tensor) -> QuantizedWeight:
             found = replace(found, zeros=zeros.to(torch.int16))
         return found
     blocks = {"tensor": (num_rows // 2, size), "rows": (1, size), "blocks": (128, 128)}
+    blocks |= {"wide": (128, 256), "wider": (64, 384)}
     return ScaledFloat8.quantize(weight, blocks[form.removeprefix("float8-")])
 
 
@@ -636,6 +637,8 @@ FORMS = {
     "float8-tensor": (45, 34),
     "float8-rows": (48, 48),
     "float8-blocks": (140, 72),
+    "float8-wide": (384, 72),  # fewer inputs at once than share a scale
+    "float8-wider": (72, 640),
     "mx_float4": (160, 64),
     "mx_float4-near": (160, 96),
     "int4-32": (192, 32),

@@ -143,11 +143,14 @@ def _of_float8(form: ScaledFloat8) -> ExpertMatrices | None:
         columns = 0
     elif columns % BLOCK:
         return None
-    scales = form.scales.contiguous()
+    scales = form.scales
+    if columns:  # one token's kernels have no larger groups
+        scales = scales.repeat_interleave(columns // BLOCK, dim=2)[..., : -(-size // BLOCK)]
+        columns = BLOCK
     values = form.weight.contiguous()
     rows = min(rows, num_rows)
     return ExpertMatrices(
-        values, Format.FLOAT8, size, scales, scale_rows=rows, scale_columns=columns
+        values, Format.FLOAT8, size, scales.contiguous(), scale_rows=rows, scale_columns=columns
     )
 
 
