@@ -645,6 +645,7 @@ FORMS = {
     "int4-32-zeros": (64, 96),
     "int4-64": (192, 64),
     "int4-rows": (96, 64),
+    "int4-few-in-rows": (40, 24),  # rows that are no half or quarter of a block
 }
 
 

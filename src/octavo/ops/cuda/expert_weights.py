@@ -180,7 +180,7 @@ def _of_grouped(form: GroupedInt) -> ExpertMatrices | None:
         return None
     if group not in (32, 64) and group % BLOCK and group != size:
         return None
-    columns = min(group, BLOCK)
+    columns = group if group in (32, 64) else BLOCK
     num_groups = -(-size // columns)
 
     def spread(values: Tensor) -> Tensor:
