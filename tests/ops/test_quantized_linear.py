@@ -616,6 +616,17 @@ def test_a_kernel_computes_by_the_answers_to_its_questions(
         assert launched == [option, option]
 
 
+def test_what_is_measured_in_one_dtype_says_nothing_of_another(hopper: torch.device) -> None:
+    keys = []
+    for dtype in (torch.bfloat16, torch.float16):
+        kernel = make_kernel(made("int4", 256, 1152, hopper), dtype)
+        assert isinstance(kernel, Tunable)
+        kernel.apply(inputs(40, 1152, dtype, hopper), None, Epilogue.NONE)
+        keys.append({repr(each.key) for each in kernel.questions(2048)})
+    assert keys[0]
+    assert keys[0].isdisjoint(keys[1])
+
+
 @pytest.mark.parametrize(
     ("name", "epilogue"), [("int4-asymmetric", Epilogue.SILU_MUL), ("float8-row", Epilogue.NONE)]
 )

@@ -429,7 +429,8 @@ class QuantizedCudaLinear:
                 assert product is not None
                 options = candidates(product)
                 work = partial(self._work, product, epilogue, copies)
-                found.append(Question(product, options, tokens, work, copies.count))
+                key = self._dtype, product
+                found.append(Question(key, options, tokens, work, copies.count))
         return found
 
     def adopt(self, answers: Answers) -> None:
@@ -491,7 +492,7 @@ class QuantizedCudaLinear:
             if product is None:
                 choice = LIBRARY
             else:
-                choice = self._answers.get(product) or candidates(product)[0]
+                choice = self._answers.get((self._dtype, product)) or candidates(product)[0]
             self._choices[place] = choice
         return choice
 
