@@ -542,6 +542,19 @@ def test_bad_rows_leave_lists_whole(device: torch.device, rule: str, num_tokens:
     assert torch.equal(routed.lists.rows.sort().values, rows)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_a_token_may_take_hundreds_of_experts(device: torch.device, num_tokens: int) -> None:
+    """All of them, of one tile of tokens or of several."""
+    config = RoutingConfig(num_experts=300, top_k=300)
+    weights = router_weights(config, 24, device)
+    x = numbers(num_tokens, 24, device=device)
+    routed = routed_by(BACKENDS["triton"], weights, config, x)
+    assert_routed(routed, route(x, weights, config))
+    by_expert = routed.lists.rows.view(300, num_tokens).long()
+    assert (by_expert // 300 == torch.arange(num_tokens, device=device)).all()
+    assert (routed.ids.flatten()[by_expert] == torch.arange(300, device=device)[:, None]).all()
+
+
 def test_blocks_hold_the_rows_of_their_expert(device: torch.device) -> None:
     ids = torch.tensor([[0, 2]] * 300 + [[2, 5]] * 20 + [[7, 11]], device=device).int()
     for part in (ids, ids[290:]):

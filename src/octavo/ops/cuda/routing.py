@@ -59,7 +59,9 @@ class BlockLists(NamedTuple):
 class _Marks(NamedTuple):
     """Which experts tokens take, by expert: all that the lists are made of."""
 
-    marks: Tensor  # uint8 [num_experts, tokens of all tiles]: 0, or one more than the expert's slot
+    # uint8, or int16 with many slots [num_experts, tokens of all tiles]: 0, or one more than the
+    # expert's slot
+    marks: Tensor
     counts: Tensor  # uint8 [num_tiles, num_experts]: how many tokens of a tile take the expert
 
 
@@ -245,8 +247,8 @@ def empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.dev
 
 
 def _empty_marks(num_tiles: int, top_k: int, num_experts: int, device: torch.device) -> _Marks:
-    assert top_k < 256, "marks are bytes"
-    marks = torch.empty((num_experts, num_tiles * TILE_TOKENS), dtype=torch.uint8, device=device)
+    dtype = torch.uint8 if top_k < 256 else torch.int16
+    marks = torch.empty((num_experts, num_tiles * TILE_TOKENS), dtype=dtype, device=device)
     return _Marks(marks, torch.empty((num_tiles, num_experts), dtype=torch.uint8, device=device))
 
 
@@ -537,7 +539,7 @@ def _store_marks(marks, tile, tokens, columns, marked, counts, num_experts, mark
     """Marks by expert, and how many tokens of the tile each expert has, for `_list_kernel`."""
     is_expert = columns < num_experts
     places = marked + columns[None, :] * marked_stride + tokens[:, None]
-    tl.store(places, marks.to(tl.uint8), mask=is_expert[None, :])
+    tl.store(places, marks.to(marked.dtype.element_ty), mask=is_expert[None, :])
     count = tl.sum((marks > 0).to(tl.int32), 0)
     tl.store(counts + tile * num_experts + columns, count.to(tl.uint8), mask=is_expert)
 
