@@ -616,6 +616,19 @@ def test_a_kernel_computes_by_the_answers_to_its_questions(
         assert launched == [option, option]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_small_groups_need_not_fill_the_last_block(hopper: torch.device, bits: int) -> None:
+    """Kernels load what four groups of a block have, also where the last block has one of them."""
+    form = GroupedInt.quantize(torch.randn(16, 160) * 160**-0.5, bits, 32)
+    zeros = torch.full(form.scales.shape, 5, dtype=torch.int16)
+    form = replace(form, zeros=zeros).to(hopper)
+    kernel = make_kernel(form, torch.float16)
+    assert kernel is not None
+    x = inputs(65, 160, torch.float16, hopper)
+    wanted = x.float() @ form.dequantize().t()
+    assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
+
+
 def test_what_is_measured_in_one_dtype_says_nothing_of_another(hopper: torch.device) -> None:
     keys = []
     for dtype in (torch.bfloat16, torch.float16):

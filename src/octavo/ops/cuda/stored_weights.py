@@ -109,20 +109,31 @@ class StoredWeight:
             if size % 8:  # inputs of 16 bits are fetched by TMA, whose rows have whole 16 bytes
                 return None
             half = 1 << (form.bits - 1)
-            zeros = None if form.zeros is None else (form.zeros - half).t().to(torch.bfloat16)
+            group = form.group if form.group < size else 0
+            scales = _of_whole_blocks(form.scales, group)
+            zeros = None
+            if form.zeros is not None:
+                zeros = _of_whole_blocks((form.zeros - half).to(torch.bfloat16), group)
             return cls(
                 (num_rows, size),
                 pack_integers(form.values(), form.bits),
                 INT4 if form.bits == 4 else INT8,
-                form.scales.t().contiguous(),
+                scales,
                 1,
                 num_rows,
                 1,
-                form.scales.shape[1],
-                form.group if form.group < size else 0,
-                None if zeros is None else zeros.contiguous(),
+                len(scales),
+                group,
+                zeros,
             )
         return None
+
+
+def _of_whole_blocks(values: Tensor, group: int) -> Tensor:
+    """Of [out_features, groups] the same by group, with zeros for the groups that the last block of
+    inputs would have if it were whole: kernels take all that a block may have."""
+    per_block = BLOCK // group if 0 < group < BLOCK else 1
+    return F.pad(values, (0, -values.shape[1] % per_block)).t().contiguous()
 
 
 def pack_integers(values: Tensor, bits: int) -> Tensor:
