@@ -50,11 +50,13 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
     )
     group = dist.group.WORLD
     assert group is not None
+    hosts = dist.new_group(backend="gloo")
+    assert isinstance(hosts, dist.ProcessGroup)
     hidden, dtype = arguments.hidden_size, torch.bfloat16
 
     def communicator(hop_bytes: float) -> PeerCommunicator:
         all_reduce.HOP_BYTES = hop_bytes
-        made = PeerCommunicator(group)
+        made = PeerCommunicator(group, hosts)
         made.reserve(arguments.max_rows, hidden, dtype, device)
         return made
 

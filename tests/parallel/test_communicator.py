@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory
 from numpy.typing import NDArray
 from ranks import Ranks
 from torch import Tensor
 
-from octavo.ops.communicator import Communicator, SingleRank
+from octavo.ops.communicator import Communicator, GroupCommunicator, ReductionSite, SingleRank
+from octavo.ops.cuda.all_reduce import PeerCommunicator
 
 RanksOf = Callable[[int], Ranks]
 SIZES = (2, 3)
@@ -103,6 +109,50 @@ def fail_on_one(communicator: Communicator) -> None:
     if communicator.shard.rank == 1:
         raise ValueError("only here")
     communicator.all_gather(torch.ones(3))
+
+
+class FakeSymmetricMemory:
+    """Memory of this process alone; one of two ranks fails in one of the two steps."""
+
+    def __init__(self, rank: int, failing: tuple[int, str]) -> None:
+        self.rank, self.failing = rank, failing
+
+    def empty(self, *shape: object, **options: Any) -> Tensor:
+        self._step("empty")
+        return torch.empty(*shape, **options)
+
+    def rendezvous(self, memory: Tensor, name: str) -> SimpleNamespace:
+        """As the real one, it waits for the other rank."""
+        dist.barrier()
+        self._step("rendezvous")
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * 2)
+
+    def _step(self, step: str) -> None:
+        if self.failing == (self.rank, step):
+            raise RuntimeError("no memory is left")
+
+
+def reserve(communicator: GroupCommunicator, failing: tuple[int, str]) -> bool:
+    """Whether a rank uses the memory of its peers."""
+    name = "torch.distributed._symmetric_memory"
+    before = sys.modules[name]
+    fake: Any = FakeSymmetricMemory(communicator.shard.rank, failing)
+    torch.distributed._symmetric_memory = sys.modules[name] = fake
+    peers = PeerCommunicator(communicator.group)
+    try:
+        peers.reserve(8, 64, torch.float16, torch.device("cpu"))
+    finally:
+        torch.distributed._symmetric_memory = sys.modules[name] = before
+    return peers.exchange(ReductionSite.MLP, 1) is not None
+
+
+@pytest.mark.parametrize("failing", [(1, "empty"), (0, "rendezvous")])
+def test_peers_memory_is_used_by_all_ranks_or_none(
+    failing: tuple[int, str], ranks: RanksOf
+) -> None:
+    """A rank that had none would be waited for by the others."""
+    assert ranks(2).call(reserve, (-1, "")) == [True, True]
+    assert ranks(2).call(reserve, failing) == [False, False]
 
 
 def test_a_rank_that_fails_does_not_hang_the_tests(ranks: RanksOf) -> None:

@@ -30,6 +30,7 @@ in the batch. The technique is that of the one-shot and two-shot "Lamport" kerne
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,32 +82,49 @@ class PeerBuffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """All ranks of `group` make one at the same time, with the same sizes."""
+        """The buffers of one of the ranks of `group`, all of which make one with the same sizes.
+        All `take` the memory, and then all `meet`, before anything is sent."""
+        self.max_rows = max_rows
+        self._group, self._row_size, self._dtype, self._device = group, row_size, dtype, device
+        limit = one_shot_rows(group.size(), row_size * dtype.itemsize)
+        self.one_shot_rows = max_rows if limit is None else min(limit, max_rows)
+        self._owned_rows = -(-max_rows // group.size())
+
+    def take(self) -> None:
+        """Take this rank's memory. Raises RuntimeError: there is none that others could reach."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.max_rows = max_rows
-        size, rank = group.size(), group.rank()
-        bits = _BITS[dtype]
-        limit = one_shot_rows(size, row_size * dtype.itemsize)
-        self.one_shot_rows = max_rows if limit is None else min(limit, max_rows)
-        owned_rows = -(-max_rows // size)
-        two_shot_rows = (size - 1) * owned_rows + max_rows
+        size, bits = self._group.size(), _BITS[self._dtype]
         num_rows = (size - 1) * self.one_shot_rows
-        if self.one_shot_rows < max_rows:
-            num_rows = max(num_rows, two_shot_rows)
-        shape = (SITES, num_rows, row_size)
-        self.memory = symmetric_memory.empty(shape, dtype=bits, device=device)
+        if self.one_shot_rows < self.max_rows:
+            num_rows = max(num_rows, (size - 1) * self._owned_rows + self.max_rows)
+        shape = (SITES, num_rows, self._row_size)
+        self.memory = symmetric_memory.empty(shape, dtype=bits, device=self._device)
         self.memory.fill_(torch.iinfo(bits).min)
-        handle: Any = symmetric_memory.rendezvous(self.memory, group.group_name)
-        torch.cuda.synchronize(device)
-        dist.barrier(group)
-        site_bytes = self.memory.stride(0) * self.memory.element_size()
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self._device)
+
+    def meet(self) -> None:
+        """Find the other ranks' memory. Raises RuntimeError: it is out of reach."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        size, rank = self._group.size(), self._group.rank()
+        handle: Any = symmetric_memory.rendezvous(self.memory, self._group.group_name)
         self._handle = handle
+        site_bytes = self.memory.stride(0) * self.memory.element_size()
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64)
+        ways = ((False, self.one_shot_rows), (True, self._owned_rows))
         self._exchanges = [
             [
-                Exchange((addresses + site * site_bytes).to(device), rank, size, rows, dtype, two)
-                for two, rows in ((False, self.one_shot_rows), (True, owned_rows))
+                Exchange(
+                    (addresses + site * site_bytes).to(self._device),
+                    rank,
+                    size,
+                    rows,
+                    self._dtype,
+                    two_shot,
+                )
+                for two_shot, rows in ways
             ]
             for site in range(SITES)
         ]
@@ -124,11 +142,24 @@ class PeerCommunicator(GroupCommunicator):
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """See Communicator.reserve. GPUs that cannot reach each other's memory use NCCL."""
+        """See Communicator.reserve. If one of the GPUs is out of the others' reach, or has too
+        little memory left, all use NCCL."""
+        buffers = PeerBuffers(self.group, max_rows, row_size, dtype, device)
+        if self._all_can(buffers.take) and self._all_can(buffers.meet):
+            self._buffers = buffers
+
+    def _all_can(self, step: Callable[[], None]) -> bool:
+        """Take a step that all ranks take. False if it fails on one of them, for which the others
+        would wait in the next step."""
+        can = 1
         try:
-            self._buffers = PeerBuffers(self.group, max_rows, row_size, dtype, device)
+            step()
         except RuntimeError as error:
+            can = 0
             logger.warning("reductions take NCCL, because peers' memory is out of reach: %s", error)
+        all_can = torch.tensor(can)
+        dist.all_reduce(all_can, dist.ReduceOp.MIN, group=self._hosts)
+        return bool(all_can)
 
     def exchange(self, site: ReductionSite, num_rows: int) -> Exchange | None:
         """The buffers of a call with `num_rows` rows; None if there are none for so many."""
