@@ -26,6 +26,7 @@ from octavo.server.http.pages import pages_router
 from octavo.server.http.playpool import TEXTBOOK
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
+from octavo.server.observability import feed as feed_module
 from octavo.server.observability.debug import Lookups, debug_router
 from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, Feeds, feed_router
 from octavo.server.observability.metrics import Metrics
@@ -133,6 +134,48 @@ def test_events_are_told_in_words_and_bounded() -> None:
             frame = await next_frame(frames)
         assert len(frame["events"]) <= MAX_EVENTS
         await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_what_viewers_have_in_common_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of large pools take long, and requests would wait for those of all pages."""
+    encoded: list[str] = []
+    sse = feed_module._sse
+
+    def count(name: str, values: dict[str, Any]) -> bytes:
+        encoded.append(name)
+        return sse(name, values)
+
+    monkeypatch.setattr(feed_module, "_sse", count)
+
+    async def scenario() -> None:
+        client = FakeClient()
+        client.picture = snapshot([view("r1", [3, 4])])
+        feed = new_feed(client)
+        viewers = [feed.frames() for _ in range(MAX_VIEWERS)]
+        first = await asyncio.gather(*(asyncio.wait_for(anext(each), 10) for each in viewers))
+        assert len(set(first)) == 1
+        assert encoded == ["hello", "frame"]
+        encoded.clear()
+        # One that skips a frame gets what the others get in two.
+        *quick, slow = viewers
+        for tables, events in (([3, 4, 5], "e1"), ([3, 4, 5, 6], "e2")):
+            client.subscribers[0].put_nowait([admitted(events)])
+            client.picture = snapshot([view("r1", tables)])
+            client.counters.num_steps += 1
+            frames = [parse(data)[0][1] for data in await asyncio.gather(*map(anext, quick))]
+            assert all(frame == frames[0] for frame in frames)
+            assert [event["text"].split(":")[0] for event in frames[0]["events"]] == [events]
+            assert frames[0]["requests"][0]["sequences"][0]["tables"] == [
+                [len(tables) - 1, tables[-1:]]
+            ]
+        assert encoded == ["frame", "frame"]
+        late = await next_frame(slow)
+        assert [event["text"].split(":")[0] for event in late["events"]] == ["e1", "e2"]
+        assert late["requests"][0]["sequences"][0]["tables"] == [[2, [5, 6]]]
+        for frames_of_one in viewers:
+            await frames_of_one.aclose()
 
     asyncio.run(scenario())
 

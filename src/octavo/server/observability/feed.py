@@ -2,7 +2,7 @@
 
 One task for each replica that is looked at asks its engine for a snapshot ten times a second while
 there is a viewer, and not at all otherwise. Each viewer gets the changes since its last frame; a
-slow one skips frames.
+slow one skips frames. All that have seen the same get the same bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -28,7 +30,7 @@ from octavo.server.http.context import context_of, existing_replica
 from octavo.server.http.errors import ApiError
 from octavo.server.http.streams import EventStream
 from octavo.server.observability.event_text import describe
-from octavo.server.observability.metrics import LatencyCounts, Metrics
+from octavo.server.observability.metrics import Metrics
 
 FRAME_SECONDS = 0.1
 IDLE_SECONDS = 1.0  # between frames while nothing happens
@@ -38,99 +40,106 @@ MAX_VIEWERS = 32
 Tables = dict[int, list[list[int]]]  # sequence id -> one table per KV group
 
 
-class Viewer:
-    """One open page: what has been sent to it, and what is to be sent next."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What a viewer knows after a frame. Viewers who have seen the same frames share it."""
 
-    def __init__(self) -> None:
-        self.news = asyncio.Event()
-        self.is_new = True  # no frame has been sent yet
-        self.is_over = False  # there will be no more frames
-        self.snapshot: Snapshot | None = None  # None: there is no engine
-        self.events: list[Event] = []
-        self._info: EngineInfo | None = None
-        self._requests: dict[str, RequestView] = {}
-        self._tables: dict[str, Tables] = {}
-        self._cached: bytes | None = None
-        self._pins: Any = None
+    info: EngineInfo
+    snapshot: Snapshot | None  # the last one of this engine, if there was any
+    num_events: int  # heard by the feed until then
 
-    def hear(self, batch: list[Event]) -> None:
-        self.events = [*self.events, *batch][-MAX_EVENTS:]
 
-    def encode(self, number: int, replicas: Sequence[Replica], latency: LatencyCounts) -> bytes:
-        """The next frame of a replica as server-sent events, preceded by a greeting if its engine
-        is new."""
-        greeting, replica = b"", replicas[number]
-        info = replica.info
+class Frame:
+    """A replica at one moment, as viewers are told of it. It is encoded once for all viewers who
+    have seen the same before."""
+
+    def __init__(
+        self,
+        number: int,
+        replicas: Sequence[Replica],
+        snapshot: Snapshot | None,
+        metrics: Metrics,
+        events: Sequence[Event],
+        num_events: int,
+    ) -> None:
+        """
+        Args:
+            number: which of the `replicas` it is.
+            snapshot: None: there is no engine.
+            events: the latest ones.
+            num_events: how many the feed has heard until now.
+        """
+        info = replicas[number].info
         assert info is not None, "a server that has started knows all its engines"
-        if info is not self._info:
-            self._info = info
-            self._requests, self._tables, self._cached, self._pins = {}, {}, None, None
-            about = {"version": __version__, "num_replicas": len(replicas)}
+        self._info = info
+        self._number, self._replicas, self._metrics = number, replicas, metrics
+        self._snapshot, self._events, self._num_events = snapshot, events, num_events
+        self._states = [[each.state, len(each.exchange.open)] for each in replicas]
+        self._told: dict[Seen | None, tuple[bytes, Seen]] = {}  # by what was seen before
+
+    def tell(self, seen: Seen | None) -> tuple[bytes, Seen]:
+        """The frame as server-sent events, preceded by a greeting if the engine is new to those who
+        have `seen` that; and what they have seen then."""
+        if seen not in self._told:
+            self._told[seen] = self._encode(seen)
+        return self._told[seen]
+
+    def _encode(self, seen: Seen | None) -> tuple[bytes, Seen]:
+        greeting, info, snapshot = b"", self._info, self._snapshot
+        num_heard = self._num_events if seen is None else seen.num_events
+        if seen is None or seen.info is not info:
+            seen = Seen(info, None, num_heard)
+            about = {"version": __version__, "num_replicas": len(self._replicas)}
             greeting = _sse("hello", about | msgspec.structs.asdict(info))
-        states = [[each.state, len(each.exchange.open)] for each in replicas]
-        snapshot = self.snapshot
         if snapshot is None:
-            return greeting + _sse("lost", {"replicas": states})
-        frame = {
+            return greeting + _sse("lost", {"replicas": self._states}), seen
+        before = seen.snapshot
+        known = {} if before is None else {view.request_id: view for view in _views(before)}
+        views = {view.request_id: view for view in _views(snapshot)}
+        frame = self._common(snapshot) | {
+            "requests": [
+                _request(view, known.get(view.request_id))
+                for view in views.values()
+                if known.get(view.request_id) != view
+            ],
+            "gone": [request_id for request_id in known if request_id not in views],
+            "events": self._events_since(num_heard),
+        }
+        cached, pins = snapshot.device.is_cached, _pins(snapshot)
+        if before is None or before.device.is_cached != cached:
+            frame["cached"] = [len(list(run)) for _, run in groupby(b"\0" + cached)]
+        if before is None or _pins(before) != pins:
+            frame["pins"] = pins
+        return greeting + _sse("frame", frame), Seen(info, snapshot, self._num_events)
+
+    def _common(self, snapshot: Snapshot) -> dict[str, Any]:
+        """What all viewers are told."""
+        return {
             "time": time.time(),
             "counts": _counts(snapshot),
-            "totals": _totals(replica.counters),
-            "latency": latency,
-            "replicas": states,
-            "requests": self._changed_requests(snapshot),
-            "gone": self._gone(snapshot),
-            "events": self._new_events(),
-        }
-        if snapshot.device.is_cached != self._cached:
-            self._cached = snapshot.device.is_cached
-            frame["cached"] = [len(list(run)) for _, run in groupby(b"\0" + self._cached)]
-        pins = {pin.name: [b for ids in pin.block_ids for b in ids] for pin in snapshot.pins}
-        if pins != self._pins:
-            self._pins = frame["pins"] = pins
-        return greeting + _sse("frame", frame)
-
-    def _changed_requests(self, snapshot: Snapshot) -> list[dict[str, Any]]:
-        changed = []
-        for view in [*snapshot.running, *snapshot.swapped, *snapshot.waiting]:
-            if self._requests.get(view.request_id) != view:
-                changed.append(self._request(view))
-                self._requests[view.request_id] = view
-        return changed
-
-    def _request(self, view: RequestView) -> dict[str, Any]:
-        known = self._tables.get(view.request_id, {})
-        self._tables[view.request_id] = {seq.seq_id: seq.block_ids for seq in view.sequences}
-        return {
-            "id": view.request_id,
-            "state": view.status,
-            "method": view.method,
-            "prompt_tokens": view.num_prompt_tokens,
-            "cached_tokens": view.num_cached_tokens,
-            "preemptions": view.num_preemptions,
-            "sequences": [
-                # Beams have no index of their own: they are numbered in their present order.
-                _sequence(seq, place if view.method == "beam_search" else seq.index, known)
-                for place, seq in enumerate(view.sequences)
-            ],
+            "totals": _totals(self._replicas[self._number].counters),
+            "latency": self._metrics.latency_counts(),
+            "replicas": self._states,
         }
 
-    def _gone(self, snapshot: Snapshot) -> list[str]:
-        alive = {
-            view.request_id for view in [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
-        }
-        gone = [request_id for request_id in self._requests if request_id not in alive]
-        for request_id in gone:
-            del self._requests[request_id], self._tables[request_id]
-        return gone
-
-    def _new_events(self) -> list[dict[str, Any]]:
+    def _events_since(self, num_heard: int) -> list[dict[str, Any]]:
         since_boot = time.time() - time.monotonic()
-        events, self.events = self.events, []
+        num_new = min(self._num_events - num_heard, len(self._events))
         return [
             dict(zip(("kind", "title", "text"), describe(event), strict=True))
             | {"time": event.time + since_boot}
-            for event in events
+            for event in self._events[len(self._events) - num_new :]
         ]
+
+
+class Viewer:
+    """One open page."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self.frame: Frame | None = None  # the latest one
+        self.seen: Seen | None = None
+        self.is_over = False  # there will be no more frames
 
 
 class _Closed(Exception):
@@ -146,6 +155,8 @@ class Feed:
         self._metrics = metrics
         self._replica = client.replica(number)
         self._viewers: set[Viewer] = set()
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)  # the latest ones
+        self._num_events = 0  # of all, also those that were left out
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -166,8 +177,9 @@ class Feed:
                 if viewer.is_over:
                     await task  # raises what ended it
                     return
-                latency = self._metrics.latency_counts()
-                yield viewer.encode(self._replica.number, self._client.replicas, latency)
+                assert viewer.frame is not None, "it is the news"
+                data, viewer.seen = viewer.frame.tell(viewer.seen)
+                yield data
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
@@ -200,8 +212,8 @@ class Feed:
 
     async def _hear(self, batches: AsyncIterator[list[Event]]) -> None:
         async for batch in batches:
-            for viewer in self._viewers:
-                viewer.hear(batch)
+            self._events.extend(batch)
+            self._num_events += len(batch)
 
     async def _poll(self) -> None:
         last_state: tuple[Any, ...] = ()
@@ -212,17 +224,23 @@ class Feed:
             now = time.monotonic()
             state = self._state()
             is_due = now - last_time >= IDLE_SECONDS
-            if is_due or state != last_state or any(viewer.is_new for viewer in self._viewers):
+            has_new = any(viewer.frame is None for viewer in self._viewers)
+            if is_due or has_new or state != last_state:
                 last_state, last_time = state, now
                 try:
                     snapshot = await self._client.snapshot(self._replica.number)
                 except (Unavailable, EngineFailed):
                     snapshot = None
+                frame = self._frame(snapshot)
                 for viewer in self._viewers:
-                    viewer.snapshot = snapshot
-                    viewer.is_new = False
+                    viewer.frame = frame
                     viewer.news.set()
             await asyncio.sleep(FRAME_SECONDS)
+
+    def _frame(self, snapshot: Snapshot | None) -> Frame:
+        number, replicas = self._replica.number, self._client.replicas
+        events = [*self._events]
+        return Frame(number, replicas, snapshot, self._metrics, events, self._num_events)
 
     def _state(self) -> tuple[Any, ...]:
         """Changes whenever a new snapshot may differ; costs the engine nothing."""
@@ -271,6 +289,33 @@ def feed_router(feeds: Feeds) -> APIRouter:
         return EventStream(feed.frames(), ping_seconds, on_end=feeds.leave)
 
     return router
+
+
+def _views(snapshot: Snapshot) -> list[RequestView]:
+    return [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
+
+
+def _pins(snapshot: Snapshot) -> dict[str, list[int]]:
+    """The blocks of each pinned prefix."""
+    return {pin.name: [b for ids in pin.block_ids for b in ids] for pin in snapshot.pins}
+
+
+def _request(view: RequestView, before: RequestView | None) -> dict[str, Any]:
+    """A request with what has changed since it was told last."""
+    known = {} if before is None else {seq.seq_id: seq.block_ids for seq in before.sequences}
+    return {
+        "id": view.request_id,
+        "state": view.status,
+        "method": view.method,
+        "prompt_tokens": view.num_prompt_tokens,
+        "cached_tokens": view.num_cached_tokens,
+        "preemptions": view.num_preemptions,
+        "sequences": [
+            # Beams have no index of their own: they are numbered in their present order.
+            _sequence(seq, place if view.method == "beam_search" else seq.index, known)
+            for place, seq in enumerate(view.sequences)
+        ],
+    }
 
 
 def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
