@@ -6,6 +6,7 @@ line on stderr, never in a traceback.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections import UserDict
 from importlib import import_module
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from octavo import __version__
+from octavo.cli import stdout
 from octavo.errors import OctavoError
 
 # Name -> the module in octavo.cli, and what `octavo --help` says.
@@ -56,6 +58,7 @@ class OctavoGroup(click.Group):
         kwargs["standalone_mode"] = False
         try:
             status = super().main(*args, **kwargs)
+            stdout.flush()
         except OctavoError as error:
             fail(f"error: {error}", EXIT_ERROR)
         except click.ClickException as error:
@@ -63,6 +66,13 @@ class OctavoGroup(click.Group):
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             fail("interrupted", EXIT_INTERRUPTED)
+        except OSError as error:
+            if error.errno not in stdout.UNWRITABLE:
+                raise
+            stdout.leave()
+            if error.errno == errno.EPIPE:  # nobody wants to know more; click does the same
+                sys.exit(EXIT_ERROR)
+            fail(f"error: the output cannot be written ({error.strerror})", EXIT_ERROR)
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from octavo.cli import stdout
 from octavo.cli.options import engine_options, field_options, field_texts
 from octavo.config import make_config
 from octavo.errors import ConfigError
@@ -18,6 +19,8 @@ from octavo.server.http.keys import ApiKeys, read_key_file
 from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
 from octavo.server.observability.logs import set_up_logs
 from octavo.server.run import host_in_urls, is_loopback, run_server
+
+logger = logging.getLogger(__name__)
 
 OWN_OPTIONS = {"model_names", "api_keys", "admin_keys", "cors_origins", "allowed_hosts"}
 SETTINGS_HELP = {
@@ -133,5 +136,15 @@ def serve(
         address,
         ConnectionLimits(**connections),
         Replication(**replication),
-        click.echo,
+        say,
     )
+
+
+def say(text: str) -> None:
+    """Write a line to stdout; to the log if that cannot be written, which is no reason not to
+    serve."""
+    try:
+        click.echo(text)
+    except OSError as error:
+        stdout.leave()
+        logger.warning("stdout cannot be written (%s): %s", error.strerror, text)
