@@ -40,6 +40,7 @@ FLAGS = {
     "step=SECONDS": "how long a step takes",
     "blocks=NUMBER": "in the pool, and in the swap tier",
     "memory=FILE": "the quantization auto is fp8 in the process that makes FILE, and int4 later",
+    "stuck": "the devices never let go: the process does not end by itself",
     "measured=FILE": "gets a line from each process that is to measure what quantization loses",
 }
 # Tokens that do harm when they are computed.
@@ -66,6 +67,7 @@ class HarmfulExecutor(SymbolicExecutor):
         self._step_seconds = step_seconds
         self.is_asynchronous = is_asynchronous
         self.broken: Path | None = None
+        self.is_stuck = False
         budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
         self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)
 
@@ -82,7 +84,8 @@ class HarmfulExecutor(SymbolicExecutor):
         """It fails in steps alone."""
 
     def shutdown(self) -> None:
-        pass
+        if self.is_stuck:
+            time.sleep(1000)
 
     def _harm(self, plan: StepPlan) -> None:
         if self.broken is not None:
@@ -161,6 +164,7 @@ def load(config: EngineConfig) -> Engine:
     executor = HarmfulExecutor(
         config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
     )
+    executor.is_stuck = "stuck" in flags
     if (broken := Path(flags.get("broken", "/nonexistent/broken"))).parent.exists():
         with contextlib.suppress(FileExistsError):
             broken.touch(exist_ok=False)

@@ -18,6 +18,7 @@ from core.symbolic import EOS, Ask, expected_beams
 from octavo.config import make_config
 from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
+from octavo.server.engine_process import process
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.quarantine import MAX_CRASHES_ALONE, MAX_KILLS_ALONE
 from octavo.server.engine_process.supervision import Supervision
@@ -97,6 +98,22 @@ def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> 
             assert client.health.healthy
             await complete(client, [1, 2], 10)
             await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_process_that_has_failed_and_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long before it would count as one that hangs."""
+    monkeypatch.setattr(process, "EXIT_SECONDS", 0.1)
+
+    async def test() -> None:
+        async with symbolic_client("stuck") as client:
+            with pytest.raises(RequestFailed, match="that raises"):
+                await complete(client, [1, RAISING, 2], 10)
+            await complete(client, [1, 2], 10)
+            assert client.info.num_restarts == 2
 
     run(test())
 

@@ -128,9 +128,12 @@ class EngineProcess:
             if not self._ready.done():
                 self._ready.set_exception(error)
         else:
+            self._on_message(message)
             if isinstance(message, m.Crashed):
                 self._crash = message
-            self._on_message(message)
+                # It is over, and must not count as serving until its devices have let go, which may
+                # never be.
+                self._channel.close()
 
     def _end(self) -> None:
         for future in (self._ready, self.gone):
