@@ -62,6 +62,11 @@ def test_selectors_and_ports() -> None:
     assert {mount["name"] for mount in pod()["containers"][0]["volumeMounts"]} == volumes
 
 
+def test_octavo_is_not_process_1() -> None:
+    """Orphans of an engine process that was killed would stay there as zombies."""
+    assert pod()["shareProcessNamespace"] is True
+
+
 def test_probes_need_no_key() -> None:
     [container] = pod()["containers"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
