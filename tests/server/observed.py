@@ -58,6 +58,7 @@ class FakeClient:
     """Says what it is told to say, and counts how often it is asked. It is its only replica."""
 
     number, num_restarts, load, is_serving, state = 0, 0, 0, True, "ready"
+    has_engine = True
     exchange = SimpleNamespace(open={})
     tokenizer = None
 

@@ -17,6 +17,7 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning, Requests
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
+from octavo.server.observability.totals import EngineTotals
 from processes import assert_gone, engines
 from server.clients import assert_nothing_is_held, complete, run, symbolic_client
 from server.live_server import LiveServer, live_server
@@ -40,6 +41,13 @@ async def ceaseless_load(client: EngineClient) -> None:
     """Requests that come while others go, for ever; each must be right."""
     for round_number in itertools.count():
         await complete(client, [round_number % 9, 1, 2], 40, round_number, 1 + round_number % 3)
+
+
+def metric(client: EngineClient, name: str) -> float:
+    """The value of a gauge, as Prometheus gets it."""
+    [family] = [each for each in EngineTotals(client, "demo").collect() if each.name == name]
+    [sample] = family.samples
+    return float(sample.value)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,12 @@ def test_requests_that_may_finish_are_not_moved() -> None:
             had = [*first.exchange.open.values()]
             client.drainer.begin(DrainOrder([0], "finish"))
             assert first.state == "ready", "the drain begins with the next turn of the loop"
+            while first.state == "ready" and client.drainer.is_running:
+                await asyncio.sleep(0)
+            held = metric(client, "octavo_kv_blocks_held")
+            gauges = [replica.gauges.num_free_blocks for replica in client.replicas]
+            assert held == 2 * client.info.num_blocks - sum(gauges)
+            assert first.state == "draining"
             await until_drained(client)
             await load
             assert had

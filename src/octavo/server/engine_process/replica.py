@@ -151,6 +151,11 @@ class Replica:
         return self.state == "ready"
 
     @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine to which its gauges apply; it may be draining."""
+        return self.state in ("ready", "draining")
+
+    @property
     def is_unproven(self) -> bool:
         """Whether the process before this one died without having computed anything, and this one
         has not computed anything yet."""

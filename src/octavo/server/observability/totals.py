@@ -19,14 +19,14 @@ def _num_blocks(replicas: Sequence[Replica]) -> int:
 
 def _num_held(replica: Replica) -> int:
     """Blocks that requests and pins hold; none while there is no process."""
-    if replica.info is None or not replica.is_serving:
+    if replica.info is None or not replica.has_engine:
         return 0
     return replica.info.num_blocks - replica.gauges.num_free_blocks
 
 
 def _num_swap_held(replica: Replica) -> int:
     """The same in the swap tier."""
-    if replica.info is None or not replica.is_serving:
+    if replica.info is None or not replica.has_engine:
         return 0
     return replica.info.num_swap_blocks - replica.gauges.num_free_swap_blocks
 
