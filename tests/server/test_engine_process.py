@@ -19,6 +19,7 @@ from octavo.channel import Channel
 from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
+from octavo.engine.snapshot import Snapshot
 from octavo.engine.validation import RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.models.hub import resolve_model
@@ -26,6 +27,7 @@ from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process import loop as engine_loop
+from octavo.server.engine_process.exchange import Exchange
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.loop import EngineLoop
@@ -33,6 +35,7 @@ from octavo.server.engine_process.messages import (
     Abort,
     Add,
     Command,
+    Look,
     StepReport,
     decode_message,
     encode,
@@ -277,6 +280,45 @@ class Recording(Listener):
 
     def request_added(self, request: OpenRequest) -> None:
         raise RuntimeError("a listener that fails does no harm")
+
+
+def test_those_who_look_at_once_share_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests would wait while the engine takes one for each."""
+    looks: list[Look] = []
+    send = Exchange._send
+
+    def count(exchange: Exchange, command: Command) -> None:
+        if isinstance(command, Look):
+            looks.append(command)
+        send(exchange, command)
+
+    monkeypatch.setattr(Exchange, "_send", count)
+
+    async def test() -> None:
+        async with symbolic_client("step=0.002") as client:
+            early = [asyncio.create_task(client.snapshot()) for _ in range(50)]
+            await asyncio.sleep(0)
+            leaving = asyncio.create_task(client.snapshot())
+            while not looks:
+                await asyncio.sleep(0)
+            # One that was asked for before may not show what has happened since.
+            stream = await client.generate([1, 2, 3], sampling(400))
+            late = [asyncio.create_task(client.snapshot()) for _ in range(50)]
+            await asyncio.sleep(0)
+            leaving.cancel()
+            pictures = await asyncio.gather(*early, *late)
+            assert all(picture.running or picture.waiting for picture in pictures[50:])
+            assert len(looks) <= 3
+            stream.abort()
+            # Those who wait for one learn that there is no engine any more.
+            last = [asyncio.create_task(client.snapshot()) for _ in range(2)]
+            await asyncio.sleep(0)
+            last += [asyncio.create_task(client.snapshot()) for _ in range(2)]
+            os.kill(client.info.pid, signal.SIGKILL)
+            ends = await asyncio.gather(*last, return_exceptions=True)
+            assert all(isinstance(end, Unavailable | Snapshot) for end in ends)
+
+    run(test())
 
 
 def test_drain_finishes_what_is_open() -> None:

@@ -319,8 +319,7 @@ class EngineClient:
     async def snapshot(self, replica: int = 0) -> Snapshot:
         """A replica's blocks, queues and block tables between two steps. Raises Unavailable while
         it has no engine process to ask, InvalidRequest if there is no such replica."""
-        snapshot: Snapshot = await self.replica(replica).exchange.ask(m.Look)
-        return snapshot
+        return await self.replica(replica).exchange.picture()
 
     async def inspect(self, request_id: str) -> RequestView | None:
         """One open request with its tokens; None if no engine knows it. Raises Unavailable while

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from octavo.engine.events import Admitted
 from octavo.engine.results import error_of
+from octavo.engine.snapshot import Snapshot
 from octavo.errors import OctavoError, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.assignments import Assignments
@@ -79,6 +80,8 @@ class Exchange:
         self._unpinning: deque[tuple[int, Pin]] = deque()
         self._searching: dict[str, Assignment] = {}  # beam searches that run, by request id
         self._admissions: list[Admitted] = []  # since the last report
+        self._looking = asyncio.Lock()  # held until the picture that was asked for has come
+        self._picture: asyncio.Task[Snapshot] | None = None  # the one that is to be asked for
 
     # ---------------------------------------------------------------- processes come and go
 
@@ -179,6 +182,22 @@ class Exchange:
             return await future
         finally:
             self._asked.pop(ticket, None)
+
+    async def picture(self) -> Snapshot:
+        """A snapshot that is taken after this call. Raises as `ask`.
+
+        All who call before it is asked for share it, and none is asked for before the one before
+        has come: however many look, the engine does not spend its time on it.
+        """
+        if self._picture is None:
+            self._picture = asyncio.create_task(self._take_picture())
+        return await asyncio.shield(self._picture)
+
+    async def _take_picture(self) -> Snapshot:
+        async with self._looking:
+            self._picture = None
+            picture: Snapshot = await self.ask(m.Look)
+            return picture
 
     def _send(self, command: m.Command) -> None:
         assert self._process is not None, "there is no engine process"
