@@ -247,6 +247,17 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[0].name"),
         ({"tools": [TOOLS[0] | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice.name"),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": name} for name in ("now", "x")],
+                },
+                "tools": TOOLS,
+            },
+            "tool_choice.tools[1].name",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -305,6 +316,26 @@ def test_forms_and_defaults_arrive() -> None:
         assert (params.temperature, params.seed) == (0.5, 3)
         assert json.dumps(schema) in str(params.structured)
         assert reply.text.format.schema_ == schema  # type: ignore[union-attr]
+
+    asked(test)
+
+
+def test_some_of_the_tools_may_be_allowed() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        for mode in ("auto", "required"):
+            tools = [{"type": "function", "name": "now"}]
+            choice = {"type": "allowed_tools", "mode": mode, "tools": tools}
+            response = await client.responses.create(
+                model="demo",
+                input="hi",
+                tools=TOOLS,
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            assert response.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+            assert '"add"' in scripted.prompts[-1], "all tools are shown"
+            parts = json.dumps(scripted.params[-1].structured.parts)
+            assert "now" in parts
+            assert "add" not in parts.replace("additionalProperties", "")
 
     asked(test)
 

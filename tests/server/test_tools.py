@@ -129,6 +129,16 @@ def test_a_demanded_call_keeps_to_its_schema_whole_and_streamed(
         assert len({call["id"] for call in streamed["tool_calls"] + calls}) == 2
 
 
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_the_allowed_tools_are_called(server: LiveServer, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    body = ASK | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    choice = server.post(PATH, body).raise_for_status().json()["choices"][0]
+    called = [call["function"]["name"] for call in choice["message"].get("tool_calls", [])]
+    assert "weather" not in called
+    assert called or mode == "auto"
+
+
 def test_without_a_call_the_answer_is_text(server: LiveServer) -> None:
     plain = {"messages": ASK["messages"], "max_tokens": 30, "temperature": 0}
     for fields in ({"tool_choice": "none"}, {"tools": []}):
@@ -193,6 +203,19 @@ for _ in range(60):
         (
             {"tool_choice": {"type": "function", "function": {"name": "sun"}}},
             "tool_choice.function.name",
+            "no tool 'sun'",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [NAMED, {"type": "function", "function": {"name": "sun"}}],
+                    },
+                }
+            },
+            "tool_choice.allowed_tools.tools[1].function.name",
             "no tool 'sun'",
         ),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "it needs tools"),

@@ -117,8 +117,8 @@ async def _structured(
         if not format_.has_calls:
             raise refused("tools", "no format in which the model calls tools is known", UNSUPPORTED)
         if format_.calls is None:
-            if tools.is_required or form is not None:
-                reason = "calls cannot be demanded in the format of this model"
+            if tools.is_required or tools.is_limited or form is not None:
+                reason = "calls cannot be demanded or limited in the format of this model"
                 raise refused("tool_choice", reason, UNSUPPORTED)
             return None
         calls = [CallForm(each.name, each.schema, each.is_strict) for each in tools.callable]

@@ -69,8 +69,24 @@ class NamedTool(_Lenient):
     function: NamedFunction
 
 
+class AllowedTools(_Lenient):
+    """Those of the tools that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    """As if it were the whole tool_choice, and there were no other tools."""
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS), FAIL_FAST]
+    """Their names; the model is shown the others, too."""
+
+
+class AllowedToolChoice(_Lenient):
+    """Some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), FAIL_FAST]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,11 @@ class ToolUse:
     is_required: bool
     is_parallel: bool
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether some of the tools that the model knows may not be called."""
+        return len(self.callable) < len(self.shown)
+
 
 def tool_use(
     tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None
@@ -142,12 +163,25 @@ def tool_use(
     able = [_callable(each.function, f"tools[{i}].function") for i, each in enumerate(tools)]
     is_required, is_parallel = choice == "required", parallel is not False
     if isinstance(choice, NamedTool):
-        name, is_required, is_parallel = choice.function.name, True, False
-        able = [each for each in able if each.name == name]
-        if not able:
-            raise refused("tool_choice.function.name", f"there is no tool {name[:MAX_NAME]!r}")
+        is_required, is_parallel = True, False
+        able = _named(able, {"tool_choice": choice})
+    elif isinstance(choice, AllowedToolChoice):
+        is_required = choice.allowed_tools.mode == "required"
+        place, allowed = "tool_choice.allowed_tools.tools", choice.allowed_tools.tools
+        able = _named(able, {f"{place}[{i}]": each for i, each in enumerate(allowed)})
     shown = [each.model_dump(exclude_none=True) for each in tools]
     return ToolUse(shown, able, is_required, is_parallel)
+
+
+def _named(tools: Sequence[CallableTool], choices: Mapping[str, NamedTool]) -> list[CallableTool]:
+    """Those of the tools that are named; `choices`: by what the client calls them."""
+    known = {each.name for each in tools}
+    for where, choice in choices.items():
+        name = choice.function.name
+        if name not in known:
+            raise refused(f"{where}.function.name", f"there is no tool {name[:MAX_NAME]!r}")
+    names = {each.function.name for each in choices.values()}
+    return [each for each in tools if each.name in names]
 
 
 def _callable(function: FunctionTool, field: str) -> CallableTool:

@@ -93,7 +93,8 @@ class ChatBody(GenerationBody):
     """The functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """none: no tool is called, or shown to the model; auto, or not given: if the model wants to;
-    required: some tool is; or the one that is."""
+    required: some tool is; or the one that is; or, with the type allowed_tools, those of them that
+    may be."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; not given: true."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

@@ -56,6 +56,7 @@ WORDS = Words(
         r"response_format": "text.format",
         r"(tools\[[0-9]+\])\.function": r"\1",
         r"tool_choice\.function": "tool_choice",
+        r"tool_choice\.allowed_tools\.(tools\[[0-9]+\])\.function": r"tool_choice.\1",
         r"reasoning_effort": "reasoning.effort",
     }
 )
@@ -113,6 +114,14 @@ class NamedResponseTool(Lenient):
 
     type: Literal["function"]
     name: Text
+
+
+class AllowedResponseTools(Lenient):
+    """Those of the functions that may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponseTool], Field(min_length=1, max_length=MAX_TOOLS), FAIL_FAST]
 
 
 class TextFormat(Body):
@@ -175,7 +184,10 @@ class ResponsesBody(PromptBody):
     """The form of the output: text, a JSON object, or JSON that keeps to a schema."""
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FAIL_FAST] | None = None
     """The functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None
+    ) = None
+    """As in a chat."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; not given: true."""
     reasoning: ReasoningOptions | None = None
@@ -624,7 +636,10 @@ def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> Any:
         ]
     choice: Any = body.tool_choice
     if isinstance(choice, NamedResponseTool):
-        choice = {"type": "function", "function": {"name": choice.name}}
+        choice = _named(choice)
+    elif isinstance(choice, AllowedResponseTools):
+        allowed = {"mode": choice.mode, "tools": [_named(each) for each in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     shared = {
         name: getattr(body, name)
         for name in (
@@ -643,6 +658,10 @@ def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> Any:
         response_format=None if body.text is None else _response_format(body.text.format),
         **shared,
     )
+
+
+def _named(tool: NamedResponseTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
