@@ -380,6 +380,36 @@ def test_an_absolute_uri_names_the_host_of_its_own_request() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(("path", "reply"), [(b"host", b"localhost"), (b"", b"ok")])
+def test_a_client_of_http_1_0_gets_no_chunks(path: bytes, reply: bytes) -> None:
+    async def test() -> None:
+        async with rig() as made:
+            request = (GET % path).replace(b"1.1", b"1.0\r\nConnection: keep-alive")
+            reader, _ = await made.connect(request)
+            head, body = (await reader.read()).split(b"\r\n\r\n", 1)
+            assert body == reply
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert (b"content-length" in head) == (path == b"")
+
+    run(test())
+
+
+def test_a_client_of_http_1_0_that_reads_nothing_is_waited_for() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            reader, _ = await made.connect((GET % b"flood").replace(b"1.1", b"1.0"))
+            num_sent = -1
+            while num_sent < made.app.num_sent:
+                num_sent = made.app.num_sent
+                await asyncio.sleep(0.1)
+            made.app.go_on.set()
+            _, body = (await reader.read()).split(b"\r\n\r\n", 1)
+            assert body == bytes(99_999 * made.app.num_sent) + b"ok"
+
+    run(test())
+
+
 def test_uvicorn_protocols_have_what_its_own_server_uses() -> None:
     """All that `Connection` relies on, beside what asyncio calls: should uvicorn change it, this
     test says so."""

@@ -251,6 +251,8 @@ class Connection(asyncio.Protocol):
                 (name, authority if name == b"host" else value) for name, value in scope["headers"]
             ]
         self._has_begun_reply = False
+        if scope["http_version"] == "1.0":
+            scope, send = {**scope}, self._unchunked(scope, send)
 
         def noting_send(message: Message) -> Awaitable[None]:
             self._has_begun_reply = True
@@ -325,6 +327,25 @@ class Connection(asyncio.Protocol):
         return self._is_made
 
     # ---------------------------------------------------------------- inside
+
+    def _unchunked(self, scope: Scope, send: Send) -> Send:
+        """`send` for a client of HTTP/1.0, which knows no chunks: a body whose length is not told
+        beforehand goes as it is, and ends with the connection. uvicorn would send it in chunks, so
+        that in its own `scope` the client asks for the head alone."""
+        is_open_ended = False
+
+        async def unchunked_send(message: Message) -> None:
+            nonlocal is_open_ended
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                is_open_ended = b"content-length" not in names and scope["method"] != "HEAD"
+                if is_open_ended:
+                    scope["method"] = "HEAD"
+            elif is_open_ended and not self._is_lost_to_uvicorn:
+                self.transport.write(message["body"])
+            await send(message)
+
+        return unchunked_send
 
     def _enter(self, phase: Phase) -> None:
         """Note what is being received from now on."""
