@@ -233,6 +233,8 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [CALL | {"call_id": None}]}, "input[0].call_id"),
+        ({"input": [CALL | {"call_id": ""}]}, "input[0].call_id"),
+        ({"input": [CALL | {"name": ""}]}, "input[0].name"),
         ({"input": [CALL | {"arguments": "{"}]}, "input[0].arguments"),
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},

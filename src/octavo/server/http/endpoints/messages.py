@@ -402,11 +402,8 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice is None:
         return None
     if choice.type == "tool":
-        if choice.name is None:
-            raise ApiError(
-                400, "tool_choice.name: it is missing", "tool_choice.name", "missing_field"
-            )
-        return {"type": "function", "function": {"name": choice.name}}
+        name = needed(choice.name or None, "tool_choice.name")
+        return {"type": "function", "function": {"name": name}}
     return "required" if choice.type == "any" else choice.type
 
 
@@ -436,7 +433,7 @@ def _assistants(content: Sequence[ContentBlock], where: str, calls: set[str]) ->
         elif block.type == "thinking":
             thoughts.append(needed(block.thinking, f"{place}.thinking"))
         elif block.type == "tool_use":
-            call_id = needed(block.id, f"{place}.id")
+            call_id = needed(block.id or None, f"{place}.id")
             arguments = json.dumps(needed(block.input, f"{place}.input"))
             name = needed(block.name or None, f"{place}.name")
             made.append({"id": call_id, "function": {"name": name, "arguments": arguments}})

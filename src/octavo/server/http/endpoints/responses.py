@@ -598,11 +598,11 @@ def input_messages(
             text = _text(thoughts, f"{where}.content")
             assistant().setdefault("reasoning_content", []).append(text)
         elif item.type == "function_call":
-            call_id = needed(item.call_id, f"{where}.call_id")
+            call_id = needed(item.call_id or None, f"{where}.call_id")
             arguments = needed(item.arguments, f"{where}.arguments")
             if not _is_object(arguments):
                 raise refused(f"{where}.arguments", "it is not the text of a JSON object")
-            function = {"name": needed(item.name, f"{where}.name"), "arguments": arguments}
+            function = {"name": needed(item.name or None, f"{where}.name"), "arguments": arguments}
             calls.add(call_id)
             assistant().setdefault("tool_calls", []).append({"id": call_id, "function": function})
         else:
