@@ -206,6 +206,12 @@ def test_an_output_that_is_cut_is_incomplete() -> None:
         scripted.text, scripted.reason = "", "stop"
         empty = await client.responses.create(model="demo", input="hi")
         assert [item.type for item in empty.output] == ["message"]
+        # It can be sent back, as any output can.
+        sent = [each.to_dict() for each in empty.output]
+        await client.responses.create(
+            model="demo",
+            input=[*sent, {"role": "user", "content": "go on"}],  # type: ignore[list-item]
+        )
 
     asked(test)
 

@@ -717,7 +717,7 @@ def _text(content: str | Sequence[InputPart], where: str) -> str:
         if part.type not in TEXT_PARTS:
             reason = f"{part.type[:64]!r} is not supported; octavo reads text"
             raise refused(f"{where}[{i}].type", reason, "unsupported_field")
-        needed(part.text or part.refusal, f"{where}[{i}].text")
+        needed(part.refusal if part.text is None else part.text, f"{where}[{i}].text")
     return "".join(part.text or part.refusal or "" for part in content)
 
 
