@@ -394,6 +394,8 @@ def test_fields_that_ask_for_nothing_are_let_pass() -> None:
         parallel_tool_calls=True,
         top_p=0.5,
         include_reasoning=True,
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
         prompt_cache_key="a hint",
         prompt_cache_options={"mode": "explicit", "ttl": "30m"},
         prompt_cache_retention="24h",

@@ -147,7 +147,7 @@ def test_a_conversation_goes_on_with_what_tools_return() -> None:
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
         "thinking": {"type": "enabled"},
     }
-    more = {"metadata": {"user_id": "me"}}
+    more = {"metadata": {"user_id": "u" * 512}}
     [(status, data), (_, count)], scripted = asked(body | more, body, text="Done.")
     assert status == 200, data
     prompt = scripted.prompts[0]

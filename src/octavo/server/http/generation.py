@@ -45,6 +45,8 @@ Int64 = Annotated[int, Integer(-INT64_MAX - 1, INT64_MAX)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], FAIL_FAST]
 ShortText = Annotated[str, Field(max_length=MAX_SALT)]
+MAX_USER = 512  # characters; coding assistants put several ids into one
+UserName = Annotated[str, Field(max_length=MAX_USER)]
 # The engine checks that they are in the vocabulary: a constraint on the items would double the time
 # that a list takes, and a body may have a million of them.
 TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
@@ -77,6 +79,7 @@ class StreamOptions(Body):
     """Send a last chunk with the usage and no choices."""
     continuous_usage_stats: bool | None = None
     """Send the usage so far with every chunk; needs include_usage."""
+    include_obfuscation: Annotated[object, Refused(NOT_SUPPORTED, (False,))] = None
 
 
 class PromptBody(Body):
@@ -92,9 +95,9 @@ class PromptBody(Body):
     """Smaller runs first; for the priority policy."""
     cache_salt: ShortText | None = None
     """Share cached prefixes only with requests of the same salt."""
-    user: ShortText | None = None
+    user: UserName | None = None
     """Your name for the end user; goes to the request log, if it is on."""
-    safety_identifier: ShortText | None = None
+    safety_identifier: UserName | None = None
     """The newer name of user."""
     prompt_cache_key: str | None = None
     """A hint that is not needed: equal prefixes are shared by themselves."""

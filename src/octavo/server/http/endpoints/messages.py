@@ -31,7 +31,7 @@ from octavo.server.http.endpoints.blocks import (
     parsed_arguments,
 )
 from octavo.server.http.errors import ApiError, refused
-from octavo.server.http.generation import PromptBody, Texts
+from octavo.server.http.generation import PromptBody, Texts, UserName
 from octavo.server.http.schema import documented
 from octavo.server.http.tools import MAX_TOOLS
 
@@ -143,7 +143,7 @@ class OutputConfig(Body):
 class MessageMetadata(Lenient):
     """Who asks."""
 
-    user_id: Annotated[str, Field(max_length=128)] | None = None
+    user_id: UserName | None = None
     """Goes to the request log, if it is on."""
 
 
