@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.engine.tokenizer import Tokenizer
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
 from octavo.server.http.keys import ApiKeys
@@ -248,6 +249,19 @@ def test_the_form_may_come_as_either_version_of_anthropic_s_clients_sends_it(
     # The demo model's template does not know it.
     reply = server.post("/v1/messages", body | {"output_config": {"effort": "max"}})
     assert reply.json()["error"]["param"] == "output_config.effort"
+
+
+def test_the_template_is_told_how_much_to_think_in_the_client_s_word() -> None:
+    old = ScriptedClient().tokenizer
+    assert old is not None
+    knowing = Tokenizer(old._backend, old.special_tokens, "{{ messages }}{{ reasoning_effort }}")
+    for path, fields in (
+        ("/v1/messages", {"output_config": {"effort": "max"}}),
+        ("/v1/chat/completions", {"reasoning_effort": "max"}),
+    ):
+        [(status, data)], scripted = asked(fields, path=path, tokenizer=knowing)
+        assert status == 200, data
+        assert scripted.prompts[0].endswith("max")
 
 
 def test_the_key_may_come_as_anthropic_s_clients_send_it() -> None:

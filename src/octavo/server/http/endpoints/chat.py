@@ -64,6 +64,9 @@ REASONING = "What the model thought; only if it did."
 SAME_REASONING = "The same as reasoning_content."
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
@@ -97,7 +100,7 @@ class ChatBody(GenerationBody):
     may be."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls; not given: true."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """How much the model thinks, if its chat template knows reasoning_effort or enable_thinking."""
     thinking_token_budget: NonNegative | None = None
     """The longest reasoning, in tokens: then it is ended."""

@@ -137,7 +137,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
     """The form of the output, as in output_format."""
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """How much the model thinks, if its chat template knows reasoning_effort; max is xhigh."""
+    """How much the model thinks, if its chat template knows it."""
 
 
 class MessageMetadata(Lenient):
@@ -387,7 +387,7 @@ def _chat(body: CountTokensBody, known: Any, **fields: Any) -> Any:
     effort = None if body.output_config is None else body.output_config.effort
     return chat_body(
         messages=messages,
-        reasoning_effort="xhigh" if effort == "max" else effort,
+        reasoning_effort=effort,
         continue_final_message=is_prefilled or None,
         tools=tools,
         tool_choice=_tool_choice(body.tool_choice),

@@ -38,6 +38,7 @@ from octavo.server.http.endpoints.blocks import (
     needed,
     new_writer,
 )
+from octavo.server.http.endpoints.chat import Effort
 from octavo.server.http.errors import ApiError, ErrorDetail, refused
 from octavo.server.http.generation import INT64_MAX, PromptBody, Text
 from octavo.server.http.schema import documented
@@ -146,7 +147,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """How much the model thinks, and how that is shown."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     """How much the model thinks, if its chat template knows it."""
     summary: Annotated[object, Refused("reasoning is shown whole", ("auto", "none"))] = None
     generate_summary: Annotated[object, Refused("reasoning is shown whole")] = None
