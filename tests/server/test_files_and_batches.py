@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
 from octavo.server.http.batches import Batches
-from octavo.server.http.file_store import FileStore, Shelf
+from octavo.server.http.errors import ApiError
+from octavo.server.http.file_store import FileRecord, FileStore, Shelf
 from octavo.server.http.keys import ANONYMOUS, ApiKeys
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
 from server.live_server import LiveServer, live_server
+from server.scripted import ScriptedClient
 
 FINAL = {"completed", "failed", "cancelled", "expired"}
 
@@ -343,6 +347,64 @@ def test_a_batch_waits_where_there_is_no_room(tmp_path: Path) -> None:
             app.state.context.files.close()
 
     run(test())
+
+
+def test_a_page_of_files_of_one_purpose_is_full(tmp_path: Path) -> None:
+    async def test() -> None:
+        scripted = ScriptedClient()
+        app = create_app(scripted, ServerSettings(("demo",), files_dir=str(tmp_path)))
+        files = app.state.context.files
+        made = []
+        for purpose in ("batch", "batch_output", "batch", "batch_output", "batch_output"):
+            part = files.new_part()
+            part.write_bytes(b"x")
+            made.append(files.add(part, "a", purpose, ANONYMOUS).id)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="any", http_client=http
+        ) as client:
+            found = [each.id async for each in client.files.list(purpose="batch", limit=1)]
+            assert found == [made[2], made[0]]
+            after = [each.id async for each in client.files.list(purpose="batch", after=made[3])]
+            assert after == found
+        files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+
+
+def test_bytes_without_a_record_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FileStore(tmp_path, Shelf(1, 10))
+
+    def added() -> FileRecord:
+        part = files.new_part()
+        part.write_bytes(b"x")
+        return files.add(part, "a", "batch", ANONYMOUS)
+
+    kept = added()
+
+    def full(source: Path, target: Path) -> None:
+        if target.suffix == ".json":
+            raise OSError(errno.ENOSPC, "no space left")
+        source.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(ApiError, match="no space left"):
+            added()
+    names = {path.name for path in files.records.directory.iterdir()}
+    assert names == {kept.id, f"{kept.id}.json"}
+    # The process was killed between the two.
+    lost = added()
+    (files.records.directory / f"{lost.id}.json").unlink()
+    files.close()
+    files = FileStore(tmp_path, Shelf(1, 10))
+    assert [each.id for each in files.records] == [kept.id]
+    assert files.path(kept).exists()
+    assert not files.path(lost).exists()
+    files.close()
 
 
 def test_tenants_see_their_own_files_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -23,6 +23,7 @@ from octavo.server.http.keys import Tenant
 
 R = TypeVar("R", bound="Record")
 
+PREFIX = "file"  # begins the ids of files, which are their names on disk
 PART = ".part"  # ends the names of files that are being written
 
 
@@ -100,15 +101,21 @@ class Records:
         return record
 
     def listed(
-        self, tenant: Tenant, limit: int, after: str | None, newest_first: bool = True
+        self,
+        tenant: Tenant,
+        limit: int,
+        after: str | None,
+        newest_first: bool = True,
+        is_wanted: Callable[[Any], bool] = lambda _: True,
     ) -> tuple[list[Any], bool]:
-        """A tenant's records behind the one called `after`, at most `limit`; and whether there are
-        more. ApiError if there is no such record."""
+        """A tenant's records behind the one called `after` that are wanted, at most `limit`; and
+        whether there are more. ApiError if there is no such record."""
         own = [record for record in self._by_id.values() if record.salt == tenant.salt]
         if newest_first:
             own.reverse()
         if after is not None:
             own = own[own.index(self.get(after, tenant, "after")) + 1 :]
+        own = list(filter(is_wanted, own))
         return own[:limit], len(own) > limit
 
     def put(self, record: Record) -> None:
@@ -119,6 +126,7 @@ class Records:
             part.write_bytes(msgspec.json.encode(record))
             os.replace(part, path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise unwritable(error) from error
         self._by_id[record.id] = record
 
@@ -137,6 +145,11 @@ class FileStore:
             self._lock = self._locked(directory, stack)
             self.records = Records(directory / "files", FileRecord, "file")
             stack.pop_all()
+        # Those of files that were being added or removed when the process was killed.
+        known = {record.id for record in self.records}
+        for path in self.records.directory.glob(f"{PREFIX}-*"):
+            if path.stem not in known:
+                path.unlink()
 
     @staticmethod
     def _locked(directory: Path, stack: contextlib.ExitStack) -> IO[bytes]:
@@ -173,7 +186,7 @@ class FileStore:
         """Add a file that was written to `part`. ApiError 507 if it cannot be."""
         try:
             record = FileRecord(
-                **self.records.head("file", tenant),
+                **self.records.head(PREFIX, tenant),
                 filename=filename,
                 purpose=purpose,
                 bytes=part.stat().st_size,
@@ -181,7 +194,11 @@ class FileStore:
             os.replace(part, self.path(record))
         except OSError as error:
             raise unwritable(error) from error
-        self.records.put(record)
+        try:
+            self.records.put(record)
+        except ApiError:
+            self.path(record).unlink()
+            raise
         return record
 
     def remove(self, record: FileRecord) -> None:

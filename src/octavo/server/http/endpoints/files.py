@@ -83,9 +83,14 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The files of the holder of this key."""
-    files = context_of(request).files
-    found, has_more = files.records.listed(tenant_of(request), limit, after, order == "desc")
-    data = [_shown(each) for each in found if purpose in (None, each.purpose)]
+    found, has_more = context_of(request).files.records.listed(
+        tenant_of(request),
+        limit,
+        after,
+        order == "desc",
+        lambda each: purpose in (None, each.purpose),
+    )
+    data = [_shown(each) for each in found]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return reply(FileList(data=data, first_id=first, last_id=last, has_more=has_more))
 
