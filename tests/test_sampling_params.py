@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo import sampling_params
 from octavo.core.step import LogitBias, SamplingSpec
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import BeamSearchParams, SamplingParams
@@ -160,6 +161,26 @@ def test_values_are_brought_to_one_form() -> None:
     assert SamplingParams().stop_strings == ()
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams(stop=[], detokenize=False).stop_strings == ()
+
+
+def test_many_token_ids_are_not_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    real = sampling_params.integer_in
+    monkeypatch.setattr(
+        sampling_params,
+        "integer_in",
+        lambda *args, **more: checked.append(args) or real(*args, **more),
+    )
+    many = [*range(5000)] * 2
+    params = SamplingParams(stop_token_ids=many, allowed_token_ids=many)
+    assert params.stop_token_ids == params.allowed_token_ids == tuple(range(5000))
+    assert not [args for args in checked if args[0].endswith("_token_ids")]
+    with pytest.raises(InvalidRequest, match="stop_token_ids: -7 is less than 0"):
+        SamplingParams(stop_token_ids=[*many, -7])
+    with pytest.raises(InvalidRequest, match=f"{1 << 63} is more than"):
+        SamplingParams(stop_token_ids=[*many, 1 << 63])
+    with pytest.raises(InvalidRequest, match="True is not an integer"):
+        SamplingParams(stop_token_ids=[1, True])
 
 
 def test_the_limits_themselves_are_allowed() -> None:

@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 
 def _integer(field: str, value: object) -> int:
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequest(field, f"{shown(value)} is not an integer")
     return int(value)
@@ -95,7 +97,15 @@ def _items(field: str, value: object) -> tuple[Any, ...]:
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
-    return tuple(integer_in(field, token_id, 0) for token_id in _items(field, value))
+    """Each of them once."""
+    items = _items(field, value)
+    # JSON brings integers, of which a request may have a million, and copies of parameters are
+    # checked again.
+    if set(map(type, items)) <= {int}:
+        items = tuple(dict.fromkeys(items))
+        if min(items, default=0) >= 0 and max(items, default=0) <= INT64_MAX:
+            return items
+    return tuple(integer_in(field, token_id, 0) for token_id in items)
 
 
 def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
