@@ -76,6 +76,8 @@ def test_pairs_and_token_ids(exact: LiveServer) -> None:
         ({"prompt": None, "continuation": "a"}, "prompt", "it is missing"),
         ({"prompt": ["a", "b"], "continuation": ["a"] * 3}, "prompt", "2 for 3 of the other"),
         ({"prompt": "a", "continuation": ["b"] * 10_000}, "continuation", "10000 are more than"),
+        ({"prompt": "a " * 10_000, "continuation": ["b"] * 2_048}, "prompt", "40962048 characters"),
+        ({"prompt": [5] * 10_000, "continuation": [[5]] * 2_048}, "prompt", "20482048 tokens"),
         ({"prompt": "a", "continuation": ""}, "continuation", "at least 1 character"),
         ({"prompt": "a", "continuation": [[10**9]]}, "continuation", "outside the vocabulary"),
         ({"prompt": "a", "continuation": "x " * 2_000_000}, "continuation", "context"),

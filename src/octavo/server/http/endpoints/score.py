@@ -27,6 +27,9 @@ from octavo.server.http.token_texts import LOWEST
 router = APIRouter(tags=["OpenAI"])
 
 MAX_PAIRS = 2_048
+# Characters, or tokens where those are given, of all pairs together: a prompt that they share is
+# counted for each, because it is tokenized with each continuation.
+MAX_SIZE = 1 << 24
 CLIENT_NAMES = {"prompt": "continuation", "max_tokens": "continuation"}
 EXAMPLE = {"prompt": "The cat sat on the", "continuation": [" mat.", " moon."]}
 _RERANKING = "scores of similarity need another kind of model; here it is prompt and continuation"
@@ -158,6 +161,12 @@ async def _pairs(context: Context, body: ScoreBody) -> list[Pair]:
     if count > MAX_PAIRS:
         name = "prompt" if len(prompts) == count else "continuation"
         raise refused(name, f"{count} are more than {MAX_PAIRS}")
+    size = sum(sum(map(len, given)) * (count // len(given)) for given in (prompts, continuations))
+    if size > MAX_SIZE:
+        what = "characters" if isinstance(prompts[0], str) else "tokens"
+        raise refused(
+            "prompt", f"the pairs have {size} {what} together; at most {MAX_SIZE} are allowed"
+        )
     heads = await _encoded(context, body, prompts)
     if len(heads) == 1:
         prompts, heads = [*prompts] * count, heads * count
