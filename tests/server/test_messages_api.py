@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -12,8 +13,12 @@ import pytest
 from octavo.engine.tokenizer import Tokenizer
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
+from octavo.server.http.endpoints import messages as messages_endpoints
+from octavo.server.http.endpoints import responses as responses_endpoints
+from octavo.server.http.endpoints.blocks import chat_body
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import ServerSettings
+from octavo.server.offload import LARGE_BODY
 from server.live_server import LiveServer
 from server.scripted import ScriptedClient, scripted_app
 
@@ -37,8 +42,11 @@ def asked(
     async def ask() -> list[tuple[int, bytes]]:
         replies = []
         for body in bodies:
-            defaults = {} if "count" in path else {"max_tokens": 50}
-            whole = {"messages": HI, **defaults} | body
+            whole = {"messages": HI} | body
+            if path == "/v1/messages":
+                whole = {"max_tokens": 50} | whole
+            if "input" in body:
+                del whole["messages"]
             status, _, data = await post(app, path, json.dumps(whole).encode())
             replies.append((status, data))
         await scripted.close()
@@ -159,6 +167,24 @@ def test_a_conversation_goes_on_with_what_tools_return() -> None:
     usage = json.loads(count)["usage"]
     expected = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert (status, json.loads(data)) == (200, {"input_tokens": expected})
+
+
+def test_large_bodies_are_translated_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def recording(**fields: Any) -> Any:
+        threads.append(threading.current_thread())
+        return chat_body(**fields)
+
+    for module in (messages_endpoints, responses_endpoints):
+        monkeypatch.setattr(module, "chat_body", recording)
+    for is_large in (False, True):
+        text = "a" * (LARGE_BODY if is_large else 10)
+        conversation = [{"role": "user", "content": text}]
+        for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"):
+            fields = {"input": text} if "resp" in path else {"messages": conversation}
+            asked(fields, path=path)
+            assert (threads.pop() is threading.current_thread()) is not is_large
 
 
 def test_an_answer_can_be_begun_for_the_assistant() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from fastapi import Query, Request, Response
@@ -25,6 +26,8 @@ from octavo.server.http.response_store import ResponseStore
 from octavo.server.http.responses import Responses
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenIds, TokenTexts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class Context:
     async def body(self, request: Request, kind: type[B]) -> B:
         ignore_unknown = self.settings.ignore_unknown_fields
         return await read_body(request, kind, self.client.offload, ignore_unknown)
+
+    async def translated(self, request: Request, translate: Callable[[], T]) -> T:
+        """What `translate` makes of a request's body; large ones are translated where they are
+        decoded, because it takes about as long."""
+        return await self.client.offload.body(len(await request.body()), translate)
 
     def model_name(self, asked: str | None) -> str:
         """The name to reply with; ApiError 404 if `asked` is not served."""

@@ -310,18 +310,17 @@ async def create_message(request: Request) -> Response:
     if form is not None:
         response_format = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     known = context.tokenizer("messages").template_variables
-    translated = _chat(
-        body,
-        known,
-        user=user,
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences or None,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        response_format=response_format,
-        stream=body.stream,
-    )
+    fields = {
+        "user": user,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences or None,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "response_format": response_format,
+        "stream": body.stream,
+    }
+    translated = await context.translated(request, lambda: _chat(body, known, **fields))
     return await answer_chat(request, translated, new_writer(MessagesWriter), words)
 
 
@@ -337,7 +336,9 @@ async def count_tokens(request: Request) -> Response:
     known = context.tokenizer("messages").template_variables
     try:
         # -1: of any length.
-        translated = _chat(body, known, truncate_prompt_tokens=-1)
+        translated = await context.translated(
+            request, lambda: _chat(body, known, truncate_prompt_tokens=-1)
+        )
         [prompt] = await chat.DIALECT.prompts(context, translated)
     except Exception as error:
         raise WORDS.of(error) from error

@@ -38,7 +38,7 @@ from octavo.server.http.endpoints.blocks import (
     needed,
     new_writer,
 )
-from octavo.server.http.endpoints.chat import Effort
+from octavo.server.http.endpoints.chat import ChatBody, Effort
 from octavo.server.http.errors import ApiError, ErrorDetail, refused
 from octavo.server.http.generation import INT64_MAX, PromptBody, Text
 from octavo.server.http.schema import documented
@@ -535,14 +535,7 @@ async def create_response(request: Request) -> Response:
             tenant, body.previous_response_id, "previous_response_id"
         )
         known = stored.messages
-    messages = [*known, *input_messages(body.input, known)]
-    instructions = []
-    if body.instructions is not None:
-        instructions = [ChatMessage(role="system", content=body.instructions)]
-    whole = with_one_system_message([*instructions, *messages])
-    if all(each.role == "system" for each in whole):
-        raise refused("input", "it has no message beside those of the system")
-    translated = _chat(body, whole)
+    messages, translated = await context.translated(request, lambda: _translated(body, known))
     writer = new_writer(ResponsesWriter, own=body, messages=messages)
     return await answer_chat(request, translated, writer, WORDS)
 
@@ -566,6 +559,23 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 # ---------------------------------------------------------------- translation
+
+
+def _translated(
+    body: ResponsesBody, known: Sequence[ChatMessage]
+) -> tuple[list[ChatMessage], ChatBody]:
+    """The conversation without the instructions, and the whole body as a chat's. Raises ApiError.
+
+    `known`: the messages before those of the body.
+    """
+    messages = [*known, *input_messages(body.input, known)]
+    instructions = []
+    if body.instructions is not None:
+        instructions = [ChatMessage(role="system", content=body.instructions)]
+    whole = with_one_system_message([*instructions, *messages])
+    if all(each.role == "system" for each in whole):
+        raise refused("input", "it has no message beside those of the system")
+    return messages, _chat(body, whole)
 
 
 def input_messages(
@@ -628,7 +638,7 @@ def with_one_system_message(messages: Sequence[ChatMessage]) -> list[ChatMessage
     return [ChatMessage(role="system", content="\n\n".join(texts)), *messages[count:]]
 
 
-def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> Any:
+def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> ChatBody:
     tools = None
     if body.tools is not None:
         tools = [

@@ -120,16 +120,16 @@ async def detokenize(request: Request) -> Response:
     context.model_name(body.model)
     tokenizer = context.tokenizer("tokens")
     vocab_size = context.client.info.vocab_size
-    for token_id in body.tokens:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
-            )
-    skip = bool(body.skip_special_tokens)
-    text = await context.client.offload.text(
-        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip)
-    )
-    return reply(Text(text))
+
+    def text() -> str:
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
+                )
+        return tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+
+    return reply(Text(await context.client.offload.text(len(body.tokens), text)))
 
 
 @router.get("/tokenizer_info", **documented(None, TokenizerInfo))
