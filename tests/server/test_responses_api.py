@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from octavo.engine.tokenizer import Tokenizer
 from octavo.server.http.endpoints.responses import InputItem, input_messages
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, Tenant
@@ -286,6 +288,31 @@ def test_bad_responses_are_refused_by_name(fields: dict[str, Any], param: str) -
         assert caught.value.status_code in (400, 404)
         assert caught.value.body["param"] == param, caught.value.body  # type: ignore[index]
         assert not scripted.prompts
+
+    asked(test)
+
+
+def test_long_reasoning_is_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    encode = Tokenizer.encode
+
+    def recording(tokenizer: Tokenizer, text: str, *args: Any, **more: Any) -> list[int]:
+        if text.startswith("hm"):
+            threads.append(threading.current_thread())
+        return encode(tokenizer, text, *args, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", recording)
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = f"<think>{'hm ' * 4000}</think>Yes."
+        whole = await client.responses.create(model="demo", input="hi")
+        stream = await client.responses.create(model="demo", input="hi", stream=True)
+        *_, last = [event async for event in stream]
+        for usage in (whole.usage, last.response.usage):  # type: ignore[union-attr]
+            assert usage is not None
+            assert usage.output_tokens_details.reasoning_tokens >= 4000
+        assert len(threads) == 2
+        assert threading.current_thread() not in threads
 
     asked(test)
 

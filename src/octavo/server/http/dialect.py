@@ -75,25 +75,12 @@ class ReplyWriter(ABC, Generic[BodyT]):
         self.num_output_tokens = 0
 
     @abstractmethod
-    def whole(self, outputs: Iterable[RequestOutput]) -> Any:
-        """The whole reply, of an output for each prompt. Of several outputs, or of tokens with
-        log-probabilities, it may be written in a thread."""
+    async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
+        """Reply with the whole of outputs that have no log-probabilities of their tokens yet."""
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
-
-    async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
-        """Reply with the whole of outputs that have no log-probabilities of their tokens yet."""
-
-        def written() -> Response:
-            # One after the other, because log-probabilities take much more memory here than in the
-            # streams.
-            pairs = zip(self.streams, outputs, strict=True)
-            return reply(self.whole(stream.scored(output) for stream, output in pairs))
-
-        size = sum(each.num_entries for each in self.streams)
-        return await context_of(self.request).client.offload.reply(size, written)
 
     def usage(self) -> Usage:
         """What has been read and written so far."""
@@ -124,6 +111,11 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
     """
 
     @abstractmethod
+    def whole(self, outputs: Iterable[RequestOutput]) -> Any:
+        """The whole reply, of an output for each prompt. Of several outputs, or of tokens with
+        log-probabilities, it may be written in a thread."""
+
+    @abstractmethod
     def chunk(self, choices: list[ChoiceT]) -> Any:
         """A piece of a stream; its `usage` is set afterwards."""
 
@@ -134,6 +126,16 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
     @abstractmethod
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChoiceT]:
         """Finished beams, as pieces of a stream."""
+
+    async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
+        def written() -> Response:
+            # One after the other, because log-probabilities take much more memory here than in the
+            # streams.
+            pairs = zip(self.streams, outputs, strict=True)
+            return reply(self.whole(stream.scored(output) for stream, output in pairs))
+
+        size = sum(each.num_entries for each in self.streams)
+        return await context_of(self.request).client.offload.reply(size, written)
 
     def items(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """What comes of the prompts, each item with the number of its prompt."""

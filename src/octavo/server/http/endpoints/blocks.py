@@ -30,7 +30,7 @@ from octavo.parsing.events import (
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader
 from octavo.server.http.bodies import without_nulls
-from octavo.server.http.context import encode
+from octavo.server.http.context import encode, reply
 from octavo.server.http.dialect import ReplyWriter, finish_reason
 from octavo.server.http.endpoints import chat
 from octavo.server.http.endpoints.chat import ChatBody
@@ -173,8 +173,10 @@ class BlockWriter(ReplyWriter[ChatBody]):
     def error_event(self, error: ApiError) -> Any:
         """The event that ends a stream which cannot go on."""
 
-    def whole(self, outputs: Iterable[RequestOutput]) -> Any:
-        """The whole reply."""
+    async def count(self) -> None:
+        """Count what the end of the reply tells of the blocks, which are whole."""
+
+    async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
         [output] = outputs
         [sample] = output.outputs
         self.blocks = Blocks(self.reader)
@@ -182,7 +184,8 @@ class BlockWriter(ReplyWriter[ChatBody]):
         self.blocks.finish()
         self.num_output_tokens = len(sample.token_ids)
         self._end(finish_reason(sample), sample.stop_reason)
-        return self.reply()
+        await self.count()
+        return reply(self.reply())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events with names; those that come together are one item."""
@@ -203,6 +206,7 @@ class BlockWriter(ReplyWriter[ChatBody]):
                 events = [event for step in steps for event in self.step_events(step)]
                 if events:
                     yield b"".join(map(named_event, events))
+            await self.count()
             yield b"".join(map(named_event, self.closing()))
         except Exception as error:
             # The status is on its way already, so the error is an event of its own.

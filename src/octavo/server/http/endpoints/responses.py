@@ -358,6 +358,15 @@ class ResponsesWriter(BlockWriter):
     own: ResponsesBody
     messages: list[ChatMessage]  # of the conversation so far, without the instructions
     _number = 0  # of the next event
+    _num_thought = 0  # tokens of reasoning
+
+    async def count(self) -> None:
+        thoughts = "".join(each.text for each in self.blocks.all if each.kind == "reasoning")
+        client = context_of(self.request).client
+        [token_ids] = await client.encode(
+            [thoughts], "output", add_special_tokens=False, any_length=True
+        )
+        self._num_thought = len(token_ids)
 
     def reply(self) -> ResponseObject:
         return self._ended()
@@ -476,16 +485,11 @@ class ResponsesWriter(BlockWriter):
 
     def _usage(self) -> ResponseUsage:
         usage = self.usage()
-        thoughts = "".join(each.text for each in self.blocks.all if each.kind == "reasoning")
-        tokenizer = context_of(self.request).client.tokenizer
-        num_thought = 0
-        if thoughts and tokenizer is not None:
-            num_thought = len(tokenizer.encode(thoughts, add_special_tokens=False))
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(num_thought),
+            output_tokens_details=OutputTokensDetails(self._num_thought),
             total_tokens=usage.total_tokens,
         )
 
