@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.outputs import SequenceDelta
+from octavo.server.http.forks import Child
 from server.live_server import TIMEOUT, LiveServer, live_server
 from server.test_api import error_of
 
@@ -265,6 +267,22 @@ def test_forks_that_are_not_there_cannot_be_joined_or_cancelled(
         error_of(server.get(path), 404)
         error_of(httpx.delete(f"{server.url}{path}", timeout=TIMEOUT), 404)
     error_of(server.get(f"/v1/forks/{known}/x"), 400)
+
+
+def test_more_text_of_a_child_does_not_copy_what_it_has() -> None:
+    class Counted(str):
+        """Counts the characters that are copied when it is added to another text."""
+
+        num_copied = 0
+
+        def __radd__(self, other: str) -> str:
+            Counted.num_copied += len(other)
+            return str.__add__(other, self)
+
+    child = Child()
+    for number in range(100):
+        child.add(SequenceDelta("r", 0, Counted("word "), [number], [], None, None))
+    assert (len(child.token_ids), Counted.num_copied) == (100, 0)
 
 
 def test_only_the_latest_responses_and_the_tenants_own_can_be_forked() -> None:

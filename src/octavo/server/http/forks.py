@@ -24,13 +24,13 @@ MAX_TOKENS = 1 << 21  # of all ended forks together
 class Child:
     """What has come of one child."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, delta: SequenceDelta) -> None:
-        self.text += delta.text
+        self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -89,17 +89,17 @@ class Fork(Generic[BodyT]):
         while True:
             news = self._news
             is_over = self.ended.done()
-            for each, (num_characters, num_tokens) in list(num_read.items()):
+            for each, (num_texts, num_tokens) in list(num_read.items()):
                 child = self.children[each]
-                seen = len(child.text), len(child.token_ids)
-                if seen == (num_characters, num_tokens) and child.finish_reason is None:
+                seen = len(child.texts), len(child.token_ids)
+                if seen == (num_texts, num_tokens) and child.finish_reason is None:
                     continue
                 prompt, sample_index = divmod(each, self.num_samples)
                 stream = self.streams[prompt]
                 delta = SequenceDelta(
                     stream.request_id,
                     sample_index,
-                    child.text[num_characters:],
+                    "".join(child.texts[num_texts:]),
                     child.token_ids[num_tokens:],
                     [],
                     child.finish_reason,
