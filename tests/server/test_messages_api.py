@@ -239,6 +239,7 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
         ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1 << 63}}, "thinking.budget_tokens"),
         ({"top_p": 0}, "top_p"),
         ({"max_token": 5}, "max_token"),
         ({"container": "x"}, "container"),

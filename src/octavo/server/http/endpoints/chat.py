@@ -102,7 +102,7 @@ class ChatBody(GenerationBody):
     """Whether an answer may have several calls; not given: true."""
     reasoning_effort: Effort | None = None
     """How much the model thinks, if its chat template knows reasoning_effort or enable_thinking."""
-    thinking_token_budget: NonNegative | None = None
+    thinking_token_budget: Annotated[int, Integer(0, INT64_MAX)] | None = None
     """The longest reasoning, in tokens: then it is ended."""
 
     functions: Annotated[object, Refused(_USE_TOOLS, ([],))] = None

@@ -31,7 +31,7 @@ from octavo.server.http.endpoints.blocks import (
     parsed_arguments,
 )
 from octavo.server.http.errors import ApiError, refused
-from octavo.server.http.generation import PromptBody, Texts, UserName
+from octavo.server.http.generation import INT64_MAX, PromptBody, Texts, UserName
 from octavo.server.http.schema import documented
 from octavo.server.http.tools import MAX_TOOLS
 
@@ -119,7 +119,7 @@ class ThinkingOptions(Lenient):
     """Whether the model thinks, and for how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Integer(1)] | None = None
+    budget_tokens: Annotated[int, Integer(1, INT64_MAX)] | None = None
     """The longest reasoning, in tokens."""
 
 
