@@ -373,6 +373,22 @@ def test_a_page_of_files_of_one_purpose_is_full(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_uploads_at_the_same_time_are_no_more_than_there_is_room_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        scripted = ScriptedClient()
+        settings = ServerSettings(("demo",), files_dir=str(tmp_path), max_files=2)
+        app = create_app(scripted, settings)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            form: dict[str, Any] = {"files": {"file": ("a", b"x\n")}, "data": {"purpose": "batch"}}
+            replies = await asyncio.gather(*(client.post("/v1/files", **form) for _ in range(5)))
+        assert sorted(each.status_code for each in replies) == [200, 200, 400, 400, 400]
+        app.state.context.files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+
+
 def test_bytes_without_a_record_do_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

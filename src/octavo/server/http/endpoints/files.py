@@ -68,6 +68,7 @@ async def upload_file(request: Request) -> Response:
     upload = Upload(content_type, part, files.shelf.max_bytes, {"purpose"})
     try:
         await _receive(request, upload)
+        files.check_room()  # others may have come meanwhile
         record = files.add(part, upload.filename, PURPOSE, tenant_of(request))
     finally:
         part.unlink(missing_ok=True)
