@@ -70,7 +70,7 @@ class OctavoGroup(click.Group):
             if error.errno not in stdout.UNWRITABLE:
                 raise
             stdout.leave()
-            if error.errno == errno.EPIPE:  # nobody wants to know more; click does the same
+            if error.errno == errno.EPIPE:  # its reader has gone; click does the same
                 sys.exit(EXIT_ERROR)
             fail(f"error: the output cannot be written ({error.strerror})", EXIT_ERROR)
         sys.exit(status if isinstance(status, int) else 0)

@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: its disk is full, or nobody reads the pipe."""
+"""Standard output that cannot be written: its disk is full, or the pipe has no reader."""
 
 from __future__ import annotations
 
