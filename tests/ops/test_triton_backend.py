@@ -16,6 +16,7 @@ from _pytest.mark import ParameterSet
 from attention_cases import Bench, Case, check_that_nan_stays_alone, some_scores
 from numpy.typing import NDArray
 from torch import Tensor
+from triton import knobs
 
 from octavo.ops import (
     AttentionBatch,
@@ -33,6 +34,7 @@ from octavo.ops.cuda import (
     attention,
     attention_decode_cluster,
     attention_dequantized,
+    attention_prefill_hopper,
 )
 from octavo.ops.cuda.attention import TritonBackend
 from octavo.ops.cuda.attention_cascade import cascade_config
@@ -42,10 +44,10 @@ from octavo.ops.cuda.attention_decode_cluster import (
     ClusterConfig,
     cluster_config,
 )
-from octavo.ops.cuda.attention_dequantized import DequantizedBlocks
+from octavo.ops.cuda.attention_dequantized import DequantizedBlocks, numbers_of_passes
 from octavo.ops.cuda.attention_prefill import PrefillTimes, prefill_config
 from octavo.ops.cuda.attention_work_items import Sequences
-from octavo.ops.cuda.devices import num_sms
+from octavo.ops.cuda.devices import is_hopper, num_sms
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 pytest.importorskip("triton")
@@ -193,6 +195,57 @@ def test_prompts_over_an_fp8_cache_on_hopper_gpus(
     monkeypatch.setattr(attention, "DequantizedBlocks", partial(DequantizedBlocks, room=room))
     check(case, "cpu")
     assert len(filled) == num_fills
+
+
+@pytest.mark.skipif(GPU, reason="it is run on the GPU by each backend")
+@pytest.mark.usefixtures("emulated_prefill")
+def test_what_compiles_kernels_of_converted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each number of passes, and each tile that a step of such prompts may have."""
+    launched: list[tuple[int, int]] = []
+    attend = attention_prefill_hopper.attend_on_hopper
+
+    def note(query: Tensor, cache: Tensor, *args: Any) -> None:
+        launched.append((cache.shape[1], args[7]))
+        attend(query, cache, *args)
+
+    monkeypatch.setattr(attention, "is_on_hopper", lambda _: True)
+    monkeypatch.setattr(attention_prefill_hopper, "attend_on_hopper", note)
+    case = Case(((3, 2),), 16, 4, 1, 128, None, torch.bfloat16, kv_scales=SCALES)
+    backend = Bench("triton", case, capacity=32).backend
+    assert isinstance(backend, TritonBackend)
+    backend._compile_passes(torch.device("cpu"))
+    assert sorted(launched) == [(1, 128)] * 4 + [(2, 128)] * 2 + [(4, 64), (4, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("cached", [200, 9000])
+def test_kernels_of_prompts_over_an_fp8_cache_are_compiled_before_any_step(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is compiled later keeps all requests waiting."""
+    case = Case(((cached, 400), (0, 3)), 16, 4, 4, 128, None, torch.bfloat16, kv_scales=SCALES)
+    kernels = (
+        attention_prefill_hopper.prefill_hopper_kernel,
+        attention_dequantized._dequantize_kernel,
+    )
+    names, compiled = {kernel.fn.__qualname__ for kernel in kernels}, list[str]()
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    hook = "jit_post_compile_hook"
+    monkeypatch.setattr(knobs.runtime, hook, lambda **told: compiled.append(told["fn"].name))
+    monkeypatch.setattr(attention, "DequantizedBlocks", partial(DequantizedBlocks, room=10 << 20))
+    bench = Bench("triton", case, capacity=10_000, device="cuda")
+    assert set(compiled) >= names
+    compiled.clear()
+    bench.run()
+    assert not set(compiled) & names
+
+
+def test_numbers_of_passes_are_few() -> None:
+    assert numbers_of_passes(1) == [1]
+    assert numbers_of_passes(8) == [1, 2, 4, 8]
+    assert numbers_of_passes(40) == [1, 2, 4, 8, 40]
 
 
 def test_few_tokens_of_long_contexts_are_not_converted() -> None:

@@ -48,7 +48,12 @@ from octavo.ops.cuda.attention_decode import (
     decode_config,
 )
 from octavo.ops.cuda.attention_decode_cluster import CONTEXT_LIMITS, ClusterConfig, cluster_config
-from octavo.ops.cuda.attention_dequantized import DequantizedBlocks, DequantizedPrompts
+from octavo.ops.cuda.attention_dequantized import (
+    SPAN_FIELDS,
+    DequantizedBlocks,
+    DequantizedPrompts,
+    numbers_of_passes,
+)
 from octavo.ops.cuda.attention_prefill import (
     KEY_SECONDS,
     HopperPrefillConfig,
@@ -201,6 +206,8 @@ class TritonBackend:
         self._dequantized: DequantizedBlocks | None = None
         if self._is_fp8 and self._hopper_shapes:
             self._dequantized = DequantizedBlocks(dtype, kv_cache.device)
+            if kv_cache.is_cuda:
+                self._compile_passes(kv_cache.device)
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -403,8 +410,8 @@ class TritonBackend:
         dequantized = None
         if self._dequantized is not None:
             dequantized = self._dequantized.plan(seqs, num_passes, shape.block_size, shape.window)
-        contexts = seqs.contexts.tolist()
-        return HopperPrefillConfig.of(contexts, shape.window, shape.head_dim), dequantized
+        of_shape = shape.window, shape.head_dim
+        return HopperPrefillConfig.of(seqs.contexts.tolist(), *of_shape, num_passes), dequantized
 
     def _prefill_times(self, shape: _Shape, seqs: Sequences) -> tuple[PrefillTimes, int]:
         """What prompts take on a Hopper GPU, and in how many passes the kernel that does not split
@@ -548,6 +555,28 @@ class TritonBackend:
                 output=output[:, begin * shape.head_dim : end * shape.head_dim],
                 scores=layer.scores.of_heads(begin, end),
             )
+
+    def _compile_passes(self, device: torch.device) -> None:
+        """Compile the kernels of prompts whose blocks are converted, with every number of passes.
+
+        Steps that the device's memory is measured with have short contexts; the first step with
+        long ones would keep all requests waiting for several seconds.
+        """
+        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        for layer in self._layers.values():
+            shape = layer.shape
+            if shape not in self._hopper_shapes:
+                continue
+            num_heads = shape.num_kv_heads * shape.group
+            query = torch.zeros((1, num_heads, shape.head_dim), dtype=self._dtype, device=device)
+            for num_passes in numbers_of_passes(shape.num_kv_heads):
+                of_shape = shape.window, shape.head_dim, num_passes
+                few, many = (HopperPrefillConfig.of([n], *of_shape) for n in (1, 1 << 20))
+                for config in {few, many}:
+                    item, span = (table.new_zeros(n) for n in (PREFILL_FIELDS, SPAN_FIELDS))
+                    self._prefills[shape] = _PrefillLaunch(item, config, span, num_passes)
+                    self._attend_prompts(layer, query, table, torch.empty_like(query.flatten(1)))
+        self._prefills.clear()
 
     def rounds(self, layer_id: int, rounding: Rounding) -> bool:
         """See RoundingBackend.rounds: a step of decodes alone, if each program has all results that

@@ -29,7 +29,7 @@ _ROOM = 256 << 20  # bytes: 65,536 tokens of 8 KV heads of 128
 _MOST_BLOCKS = 65_536  # that find room, however small they are
 _SPAN = 4  # blocks of a sequence that a program converts one after the other
 _TILE = 4096  # elements of each
-_FIELDS = 4  # of a span
+SPAN_FIELDS = 4
 # Rows of queries (tokens times heads of a group) that see a key, on average, and those of all keys,
 # from which on converting takes less time.
 _LEAST_ROWS, _LEAST_WORK = 256, 1 << 17
@@ -41,7 +41,7 @@ class DequantizedPrompts(NamedTuple):
     # Their rows are numbers of blocks in the room, where each one's first visible block is; and so
     # many tokens are left out of their contexts as no new token sees.
     seqs: Sequences
-    spans: Int32s  # [num_spans, _FIELDS], as `DequantizedBlocks.fill` reads them
+    spans: Int32s  # [num_spans, SPAN_FIELDS], as `DequantizedBlocks.fill` reads them
     num_passes: int  # each of which converts equally many KV heads, and attends to them
 
 
@@ -80,9 +80,7 @@ class DequantizedBlocks:
         find_room = self._room.numel() // (num_blocks * 2 * block_size * head_dim)
         if not find_room or num_blocks > _MOST_BLOCKS:
             return None
-        most = min(find_room, num_kv_heads)
-        at_once = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
-        return num_kv_heads // at_once
+        return next(n for n in numbers_of_passes(num_kv_heads) if num_kv_heads // n <= find_room)
 
     def plan(
         self, seqs: Sequences, num_passes: int, block_size: int, window: int | None
@@ -92,7 +90,7 @@ class DequantizedBlocks:
         starts = starts_of(counts).astype(np.int32)
         seq, number = parts_of(-(-counts // _SPAN))
         first = number * _SPAN
-        spans = np.empty((len(seq), _FIELDS), np.int32)
+        spans = np.empty((len(seq), SPAN_FIELDS), np.int32)
         spans[:, 0] = seqs.rows.take(seq)
         spans[:, 1] = firsts.take(seq) + first
         spans[:, 2] = np.minimum(counts.take(seq) - first, _SPAN)
@@ -102,7 +100,7 @@ class DequantizedBlocks:
 
     def capacity(self, max_num_seqs: int) -> int:
         """Numbers that say which spans a step of so many sequences has."""
-        return (len(self._numbers) // _SPAN + max_num_seqs) * _FIELDS
+        return (len(self._numbers) // _SPAN + max_num_seqs) * SPAN_FIELDS
 
     def fill(self, layer_cache: Tensor, table: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
         """Convert a layer's blocks, into the place of what was converted before.
@@ -121,7 +119,7 @@ class DequantizedBlocks:
         assert layer_cache[0].is_contiguous(), "a block is dense"
         num_blocks = min(self._room.numel() // num_elements, _MOST_BLOCKS)
         blocks = self._room[: num_blocks * num_elements].view(num_blocks, *layer_cache.shape[1:])
-        _dequantize_kernel[(len(spans) // _FIELDS, triton.cdiv(num_elements, _TILE))](
+        _dequantize_kernel[(len(spans) // SPAN_FIELDS, triton.cdiv(num_elements, _TILE))](
             layer_cache,
             table,
             spans,
@@ -130,11 +128,20 @@ class DequantizedBlocks:
             layer_cache.stride(0),
             SIZE=num_elements,
             TILE=_TILE,
-            FIELDS=_FIELDS,
+            FIELDS=SPAN_FIELDS,
             num_warps=4,
             **launch_options(layer_cache.device),
         )
         return blocks, self._numbers
+
+
+def numbers_of_passes(num_kv_heads: int) -> list[int]:
+    """In how many passes so many KV heads may be computed, equally many in each. They are few,
+    because kernels are compiled for each."""
+    numbers = [1]
+    while num_kv_heads % (2 * numbers[-1]) == 0:
+        numbers.append(2 * numbers[-1])
+    return list(dict.fromkeys([*numbers, num_kv_heads]))
 
 
 def _visible(seqs: Sequences, block_size: int, window: int | None) -> tuple[Int32s, Int32s, Int32s]:

@@ -89,10 +89,14 @@ class HopperPrefillConfig:
     rows: ClassVar[int] = attention_prefill_hopper.ROWS
 
     @classmethod
-    def of(cls, contexts: Sequence[int], window: int | None, head_dim: int) -> HopperPrefillConfig:
-        """contexts: how many keys each sequence has."""
+    def of(
+        cls, contexts: Sequence[int], window: int | None, head_dim: int, num_passes: int = 1
+    ) -> HopperPrefillConfig:
+        """contexts: how many keys each sequence has; num_passes: see DequantizedPrompts."""
         if head_dim > 128:  # larger tiles would leave no room for a second one
             return cls(64)
+        if num_passes > 1:  # of so many keys that most contexts are long
+            return cls(128)
         # On average half of an item's last tile is in vain, which with few keys is much. Most of
         # the work is that of the longest sequences.
         lens = [min(each, window or each) for each in contexts]
