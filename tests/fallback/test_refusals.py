@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,9 @@ def test_a_number_that_is_null_is_named(model_type: str, name: str, tmp_path: Pa
     [
         ("mellum", {"head_dim": 1}, "rotation makes 2 elements of the 1 that a head has"),
         ("vaultgemma", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping); it must be"),
+        ("granitemoe_swa", {"attention_multiplier": math.inf}, "scores by inf (attention_mult"),
+        ("granitemoe_swa", {"attention_multiplier": 0.0}, "scores by 0.0 (attention_multiplier"),
+        ("granitemoe_swa", {"attention_multiplier": -0.5}, "scores by -0.5 (attention_multipl"),
         ("roberta", {"pad_token_id": None}, "and pad_token_id is null"),
         ("roberta", {"pad_token_id": 255}, "it has no positions from 256 (pad_token_id + 1) on"),
     ],

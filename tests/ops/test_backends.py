@@ -228,7 +228,9 @@ def test_reference_computes_each_part_of_a_score_function() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"scale": math.nan}, "scale must be finite, not nan"),
+        ({"scale": math.nan}, "scale must be positive and finite, not nan"),
+        ({"scale": 0.0}, "scale must be positive and finite, not 0.0"),
+        ({"scale": -0.5}, "scale must be positive and finite, not -0.5"),
         ({"softcap": 0.0}, "softcap must be positive and finite, not 0.0"),
         ({"softcap": math.inf}, "softcap must be positive and finite, not inf"),
         ({"alibi_slopes": (0.5, math.inf)}, "alibi_slopes must be finite"),

@@ -71,8 +71,9 @@ class ScoreFunction:
     relative_bias: RelativeBias | None = None  # (arXiv:1910.10683, section 2.1)
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise ValueError(f"scale must be finite, not {self.scale}")
+        # Kernels take the largest product for that of the largest score.
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, not {self.scale}")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be positive and finite, not {self.softcap}")
         if not all(map(math.isfinite, self.alibi_slopes or ())):

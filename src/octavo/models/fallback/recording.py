@@ -293,7 +293,7 @@ class _Recorder:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 value_dim=value.shape[3],
-                scale=head_dim**-0.5 if scale is None else _number(path, "scaling", scale),
+                scale=head_dim**-0.5 if scale is None else _scale(path, scale),
                 window=self._window(module, path, attention_mask, arguments),
                 softcap=_softcap(path, arguments.get("softcap")),
                 sinks=_sinks(module, path, arguments.get("s_aux")),
@@ -493,16 +493,23 @@ def _number(path: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def _positive(path: str, name: str, value: Any, effect: str, fields: str) -> float:
+    """effect: what the attention does with it; fields: of config.json, which it comes from."""
+    number = _number(path, name, value)
+    if not 0 < number < math.inf:
+        raise Unserved(f"{path} {effect} {number} ({fields}); it must be positive and finite")
+    return number
+
+
+def _scale(path: str, value: Any) -> float:
+    fields = "attention_multiplier or query_pre_attn_scalar"
+    return _positive(path, "scaling", value, "multiplies scores by", fields)
+
+
 def _softcap(path: str, value: Any) -> float | None:
     if value is None:
         return None
-    limit = _number(path, "softcap", value)
-    if not 0 < limit < math.inf:
-        raise Unserved(
-            f"{path} limits scores to {limit} (attn_logit_softcapping); it must be positive and "
-            "finite"
-        )
-    return limit
+    return _positive(path, "softcap", value, "limits scores to", "attn_logit_softcapping")
 
 
 def _sinks(module: nn.Module, path: str, sinks: Any) -> str | None:
