@@ -20,7 +20,7 @@ from octavo.server.http.batch import post
 from octavo.server.http.batches import Batches
 from octavo.server.http.errors import ApiError
 from octavo.server.http.file_store import FileRecord, FileStore, Shelf
-from octavo.server.http.keys import ANONYMOUS, ApiKeys
+from octavo.server.http.keys import ANONYMOUS, ApiKeys, Tenant
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
 from server.live_server import LiveServer, live_server
@@ -459,6 +459,109 @@ def test_tenants_see_their_own_files_alone(tmp_path: Path) -> None:
             assert (await two.get("/v1/batches")).json()["data"] == []
             for path in (f"/v1/files/{file['id']}", f"/v1/batches/{batch['id']}"):
                 assert (await two.get(path)).status_code == 404
+            await batches.stop()
+            app.state.context.files.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_added", [0, 1])
+def test_a_batch_that_fails_at_its_end_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_added: int
+) -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches, files = app.state.context.batches, app.state.context.files
+            file = add_file(app, tmp_path, token_line(0, 2), token_line(1, -1))
+            add, added = files.add, list[FileRecord]()
+
+            def add_until_full(*arguments: Any) -> FileRecord:
+                if len(added) == num_added:
+                    raise ApiError(507, "no space left")
+                added.append(add(*arguments))
+                return added[-1]
+
+            monkeypatch.setattr(files, "add", add_until_full)
+            batches.start(app)
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+            record = await ended(batches, record.id)
+            assert (record.status, record.error) == ("failed", "no space left")
+            assert record.output_file_id == (added[0].id if added else None)
+            kept = {file.id, *(each.id for each in added)}
+            names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+            records = {f"{each}.json" for each in (*kept, record.id)}
+            assert names == {"lock", *kept, *records}
+            await batches.stop()
+            files.close()
+
+    run(test())
+
+
+def test_a_batch_that_was_killed_at_its_end_has_one_file_of_answers(tmp_path: Path) -> None:
+    settings = ServerSettings(("demo",), files_dir=str(tmp_path))
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, settings)
+            batches, files = app.state.context.batches, app.state.context.files
+            file = add_file(app, tmp_path, token_line(0, 2))
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+            # The process was killed before it had recorded the end of this batch, ...
+            part = files.new_part()
+            part.write_bytes(b"{}\n")
+            files.add(part, f"{record.id}_output.jsonl", "batch_output", ANONYMOUS)
+            # ... and, earlier, after it had recorded that of another.
+            left = batches.records.directory / "batch-0.jsonl"
+            left.write_bytes(b"{}\n")
+            files.close()
+
+            app = create_app(client, settings)
+            batches, files = app.state.context.batches, app.state.context.files
+            assert not left.exists()
+            batches.start(app)
+            record = await ended(batches, record.id)
+            assert answers_of(app, record.output_file_id).keys() == {"c0"}
+            assert [each.id for each in files.records] == [file.id, record.output_file_id]
+            await batches.stop()
+            files.close()
+
+    run(test())
+
+
+def test_tenants_have_their_own_batches_and_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.server.http.batches.MAX_BATCHES", 3)
+    one, two = Tenant("one", "salt one"), Tenant("two", "salt two")
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches = app.state.context.batches
+            file = add_file(app, tmp_path, token_line(0, 2))
+            made = [
+                await batches.create(tenant, file, "/v1/completions", None)
+                for tenant in (one, one, one, two, two)
+            ]
+            with pytest.raises(ApiError, match="3 of your batches wait already"):
+                await batches.create(one, file, "/v1/completions", None)
+            order: list[str] = []
+            put = batches.records.put
+
+            def note(record: Any) -> None:
+                put(record)
+                order.append(record.id)
+
+            monkeypatch.setattr(batches.records, "put", note)
+            batches.start(app)
+            while not all(each.has_ended for each in made):
+                await asyncio.sleep(0.01)
+            assert order == [made[i].id for i in (0, 3, 1, 4, 2)]
+            await batches.create(one, file, "/v1/completions", None)
+            listed = [batches.records.listed(tenant, 10, None)[0] for tenant in (one, two)]
+            assert [len(each) for each in listed] == [3, 2]
+            assert made[0] not in listed[0]
             await batches.stop()
             app.state.context.files.close()
 

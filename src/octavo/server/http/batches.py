@@ -1,8 +1,8 @@
 """Batches of a server's clients, over the engine of `octavo run-batch`.
 
-One batch runs at a time, in the order of their creation, and only so many of its requests are open
-at once, beside those of clients that wait. What it has answered is on disk: after a restart it goes
-on with the rest.
+One batch runs at a time, and only so many of its requests are open at once, beside those of clients
+that wait. Tenants take turns, each with the oldest of its batches. What a batch has answered is on
+disk: after a restart it goes on with the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from octavo.server.http.keys import Tenant
 
 Status = Literal["in_progress", "finalizing", "completed", "cancelled", "expired", "failed"]
 
+OUTPUT_PURPOSE = "batch_output"  # no upload has it
 MAX_OPEN = 64  # requests of a batch at once
-MAX_BATCHES = 1_000
+MAX_BATCHES = 1_000  # of a tenant
 MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
 
@@ -84,6 +85,12 @@ class Batches:
         self._is_due = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._running: tuple[BatchRecord, asyncio.Task[Tally]] | None = None
+        self._turns: dict[str, int] = {}  # tenant -> when a batch of theirs began; none: 0
+        # A process that was killed may have left those of batches that had ended.
+        open_work = {self._work_path(each) for each in self.records if not each.has_ended}
+        for path in self.records.directory.glob("*.jsonl"):
+            if path not in open_work:
+                path.unlink()
 
     def start(self, app: ASGIApp) -> None:
         """Begin to answer what is to be answered, by `app`'s endpoints."""
@@ -104,14 +111,18 @@ class Batches:
             raise refused("endpoint", f"{endpoint[:64]!r} is none of {', '.join(URLS)}")
         if file.purpose != "batch":
             raise refused("input_file_id", f"its purpose is {file.purpose!r}, not 'batch'")
-        if len(self.records) >= MAX_BATCHES:
-            oldest = next((each for each in self.records if each.has_ended), None)
+        total = await asyncio.to_thread(_num_requests, self._files.path(file), self._max_line_bytes)
+        own = [each for each in self.records if each.tenant == tenant.name]
+        if len(own) >= MAX_BATCHES:
+            oldest = next((each for each in own if each.has_ended), None)
             if oldest is None:
                 raise ApiError(
-                    429, f"{MAX_BATCHES} batches wait already", code="overloaded", retry_after=60
+                    429,
+                    f"{MAX_BATCHES} of your batches wait already",
+                    code="overloaded",
+                    retry_after=60,
                 )
             self.records.remove(oldest)
-        total = await asyncio.to_thread(_num_requests, self._files.path(file), self._max_line_bytes)
         record = BatchRecord(
             **self.records.head("batch", tenant),
             endpoint=endpoint,
@@ -141,7 +152,8 @@ class Batches:
         while True:
             await self._is_due.wait()
             self._is_due.clear()
-            while (record := next((r for r in self.records if not r.has_ended), None)) is not None:
+            while (record := self._next()) is not None:
+                self._turns[record.tenant] = max(self._turns.values(), default=0) + 1
                 try:
                     await self._run(app, record)
                 except Exception as error:
@@ -150,6 +162,11 @@ class Batches:
                         self._end(record, "failed", str(error) or type(error).__name__)
                     except ApiError as unwritten:  # then it is tried again after a restart
                         logger.error("batch %s cannot be recorded: %s", record.id, unwritten)
+
+    def _next(self) -> BatchRecord | None:
+        """The oldest batch of the tenant who has waited longest for a turn."""
+        waiting = [each for each in self.records if not each.has_ended]
+        return min(waiting, key=lambda each: self._turns.get(each.tenant, 0), default=None)
 
     async def _run(self, app: ASGIApp, record: BatchRecord) -> None:
         """Answer one batch, or what is left of it."""
@@ -193,24 +210,29 @@ class Batches:
 
     async def _finish(self, record: BatchRecord, status: Status) -> None:
         """End a batch with what has been answered."""
-        work, tenant = self._work_path(record), Tenant(record.salt, record.tenant)
-        paths = [self._files.new_part() for _ in range(2)]
-        counts = await asyncio.to_thread(_divide, work, paths)
+        names = [f"{record.id}_{kind}.jsonl" for kind in ("output", "error")]
+        for file in self._files.records:  # of a process that was killed before the batch had ended
+            if file.purpose == OUTPUT_PURPOSE and file.filename in names:
+                self._files.remove(file)
+        parts = [self._files.new_part() for _ in names]
         ids: list[str | None] = [None, None]
-        for kind, (path, count) in enumerate(zip(paths, counts, strict=True)):
-            if count:
-                name = f"{record.id}_{('output', 'error')[kind]}.jsonl"
-                ids[kind] = self._files.add(path, name, "batch_output", tenant).id
-            else:
-                path.unlink()
-        record.output_file_id, record.error_file_id = ids
+        try:
+            counts = await asyncio.to_thread(_divide, self._work_path(record), parts)
+            tenant = Tenant(record.salt, record.tenant)
+            for kind, (part, name) in enumerate(zip(parts, names, strict=True)):
+                if counts[kind]:
+                    ids[kind] = self._files.add(part, name, OUTPUT_PURPOSE, tenant).id
+        finally:
+            record.output_file_id, record.error_file_id = ids
+            for part in parts:
+                part.unlink(missing_ok=True)
         record.completed, record.failed = counts
         self._end(record, status)
-        work.unlink(missing_ok=True)
 
     def _end(self, record: BatchRecord, status: Status, error: str | None = None) -> None:
         record.status, record.error, record.ended_at = status, error, int(time.time())
         self.records.put(record)
+        self._work_path(record).unlink(missing_ok=True)
 
     def _work_path(self, record: BatchRecord) -> Path:
         return self.records.directory / f"{record.id}.jsonl"
