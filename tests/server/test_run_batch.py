@@ -92,6 +92,18 @@ def test_no_file_but_replies_is_overwritten(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [source, notes]
 
 
+def test_a_link_stays_a_link_to_a_file_of_the_same_mode(tmp_path: Path) -> None:
+    source, target, link = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "link"))
+    write(source, REQUESTS[:1])
+    target.touch(mode=0o600)
+    link.symlink_to(target.name)
+    command = ["run-batch", "-i", str(source), "-o", str(link), *OPTIONS]
+    assert octavo(*command).exit_code == 0
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert read(target).keys() == {"first"}
+
+
 def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -11,6 +11,7 @@ import asyncio
 import codecs
 import hashlib
 import os
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,10 @@ def prepare(input_path: Path, output_path: Path) -> Batch:
             _open_output(output_path).close()
         if output_path.samefile(input_path):
             raise InvalidRequest("output", f"{output_path} is the input, too")
-        answered = _keep_answered(output_path) if output_path.is_file() else Counter[str]()
+        answered = Counter[str]()
+        if output_path.is_file():
+            output_path = output_path.resolve()  # a link stays one when its file is replaced
+            answered = _keep_answered(output_path)
     except OSError as error:
         raise _unwritable(output_path, error) from error
     return Batch(input_path, output_path, num_requests, answered)
@@ -153,6 +157,7 @@ def _keep_answered(path: Path) -> Counter[str]:
                 if reply.response.get("status_code", 500) < 500:
                     answered[_digest_in(reply.id)] += 1
                     new.write(line if line.endswith(b"\n") else line + b"\n")
+        shutil.copymode(path, kept)
         os.replace(kept, path)
     finally:
         kept.unlink(missing_ok=True)
