@@ -33,7 +33,7 @@ from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.prompts import truncated
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
-from octavo.server.offload import Offload
+from octavo.server.offload import HUGE_TEXT, Offload
 from server.clients import run
 
 OFFLOAD = Offload()
@@ -335,6 +335,11 @@ def test_a_conversation_has_at_most_as_many_messages_as_the_context_has_tokens()
     assert not tokenizer.threads, "it is refused before it is rendered"
 
 
+def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+    call = {"function": {"name": "get", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("messages", "is_long"),
     [
@@ -342,6 +347,9 @@ def test_a_conversation_has_at_most_as_many_messages_as_the_context_has_tokens()
         (HI * 1000, True),
         ([{"role": "user", "content": "a" * 10_000}], True),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 200}], True),
+        ([calling({"a": "b", "c": 1})], False),
+        ([calling({"a": "b" * 10_000})], True),
+        ([calling({"a": [{"b": "c"}] * 1000})], True),
     ],
 )
 def test_long_conversations_are_rendered_in_a_thread(messages: list[Any], is_long: bool) -> None:
@@ -349,6 +357,19 @@ def test_long_conversations_are_rendered_in_a_thread(messages: list[Any], is_lon
     body = chat(messages=messages)
     run(conversation_prompt(echoing_context(tokenizer, 1000), body.messages))
     assert (tokenizer.threads == {threading.current_thread()}) is not is_long
+
+
+def test_of_a_huge_conversation_only_a_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def cost(message: ChatMessage) -> int:
+        measured.append(message)
+        return len(str(message.content))
+
+    monkeypatch.setattr("octavo.server.http.conversations._cost", cost)
+    messages = chat(messages=[{"role": "user", "content": "a" * 100}] * 20_000).messages
+    run(conversation_prompt(echoing_context(Echoing(), 100_000), messages))
+    assert len(measured) == HUGE_TEXT // 100 + 1
 
 
 def refused_fields(kind: type[BaseModel]) -> dict[str, Refused]:

@@ -14,7 +14,7 @@ from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.server.http.bodies import FAIL_FAST, UNSUPPORTED, Refused, check_num_nodes
 from octavo.server.http.context import Context
 from octavo.server.http.errors import refused
-from octavo.server.offload import LONG_TEXT
+from octavo.server.offload import HUGE_TEXT, LONG_TEXT
 
 # Variables that octavo sets itself; `self` is Jinja's.
 RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
@@ -163,7 +163,7 @@ async def conversation_prompt(
             plain[-1]["content"] += END_MARK
         return render(plain, begins_answer, variables or {})
 
-    size = sum(map(_cost, messages))
+    size = _size(messages)
     if template is not None or documents is not None or tools is not None:
         size = max(size, LONG_TEXT)  # a template from a request may take any time
     text = await context.client.offload.text(size, rendered)
@@ -197,16 +197,37 @@ def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]
     return compiled.render, compiled.variables
 
 
+def _size(messages: Sequence[ChatMessage]) -> int:
+    """What messages take to render, in characters. The rest of huge conversations is not counted,
+    because there may be tens of thousands of messages."""
+    size = 0
+    for message in messages:
+        size += _cost(message)
+        if size >= HUGE_TEXT:
+            break
+    return size
+
+
 def _cost(message: ChatMessage) -> int:
     """What a message takes to render, in characters."""
     content = message.content or ""
     called = sum(
-        MESSAGE_COST + len(call.function.arguments or "") for call in message.tool_calls or ()
+        MESSAGE_COST + _arguments_cost(call.function.arguments) for call in message.tool_calls or ()
     )
     called += len(message.reasoning_content or message.reasoning or "")
     if isinstance(content, str):
         return MESSAGE_COST + called + len(content)
     return called + MESSAGE_COST * (1 + len(content)) + sum(len(part.text) for part in content)
+
+
+def _arguments_cost(arguments: str | dict[str, Any] | None) -> int:
+    """To measure an object or an array takes as long as to write it, so those within an object
+    count as long ones."""
+    if isinstance(arguments, dict):
+        nested = sum(isinstance(value, dict | list) for value in arguments.values())
+        texts = sum(len(value) for value in arguments.values() if isinstance(value, str))
+        return MESSAGE_COST * len(arguments) + texts + LONG_TEXT * nested
+    return len(arguments or "")
 
 
 def _plain(message: ChatMessage, path: str) -> Plain:
