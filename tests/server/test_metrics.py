@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.testclient import TestClient
 
 import model_zoo
@@ -15,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.child_process import forward_logs
 from octavo.engine.events import Counters, Gauges, Preempted
 from octavo.engine.recorder import Recorder
+from octavo.engine.snapshot import TierView
 from octavo.errors import (
     InvalidRequest,
     LogitsNotFinite,
@@ -25,12 +28,13 @@ from octavo.errors import (
 )
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import StepReport
-from octavo.server.http.context import Context
+from octavo.server.http.context import Context, reply
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.observability.logs import JsonFormatter, TextFormatter
 from octavo.server.observability.observation import Observation
+from octavo.server.offload import LARGE_REPLY
 from server.observed import (
     FakeClient,
     admitted,
@@ -254,6 +258,23 @@ def test_debug_endpoint(client: FakeClient, seen: Observation, http: TestClient)
     missing = http.get("/debug/kv/nobody")
     assert missing.status_code == 404
     assert missing.json()["error"]["param"] == "request_id"
+
+
+@pytest.mark.parametrize("num_blocks", [8, 1000])
+def test_a_large_pool_is_written_in_a_thread(
+    client: FakeClient, http: TestClient, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    threads = []
+
+    def noted(value: Any) -> Response:
+        threads.append(threading.current_thread().name)
+        return reply(value)
+
+    monkeypatch.setattr("octavo.server.observability.debug.reply", noted)
+    tier = TierView(num_blocks, num_blocks, 0, bytes(num_blocks), bytes(num_blocks))
+    client.picture = dataclasses.replace(snapshot([]), device=tier)
+    assert http.get("/debug/kv").json()["device"]["num_blocks"] == num_blocks
+    assert threads[0].startswith("replies") is (num_blocks > LARGE_REPLY)
 
 
 def test_finished_requests_are_forgotten_in_order(seen: Observation) -> None:

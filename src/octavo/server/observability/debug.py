@@ -80,19 +80,25 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
     @router.get("/kv", summary="The KV cache at this moment")
     async def pool(replica: Annotated[int, Depends(existing_replica)]) -> Response:
         snapshot = await client.snapshot(replica)
-        requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
-        return reply(
-            {
-                "replica": replica,
-                "step": snapshot.step,
-                "block_size": snapshot.block_size,
-                "device": _tier(snapshot.device),
-                "swap": _tier(snapshot.swap),
-                "num_waiting": snapshot.num_waiting,
-                "requests": [_request(view) for view in requests],
-                "pinned_prefixes": snapshot.pins,
-            }
-        )
+
+        def written() -> Response:
+            requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
+            return reply(
+                {
+                    "replica": replica,
+                    "step": snapshot.step,
+                    "block_size": snapshot.block_size,
+                    "device": _tier(snapshot.device),
+                    "swap": _tier(snapshot.swap),
+                    "num_waiting": snapshot.num_waiting,
+                    "requests": [_request(view) for view in requests],
+                    "pinned_prefixes": snapshot.pins,
+                }
+            )
+
+        # Writing some blocks takes about as long as writing a token.
+        num_blocks = snapshot.device.num_blocks + snapshot.swap.num_blocks
+        return await client.offload.reply(num_blocks, written)
 
     @router.get("/kv/{request_id}", summary="One request's block tables and prefix lookups")
     async def one_request(
