@@ -10,8 +10,8 @@ from octavo.cli.main import main
 
 
 class Octavo(Protocol):
-    def __call__(self, *args: object, stdin: str | None = None) -> Result: ...
+    def __call__(self, *args: object, stdin: str | bytes | None = None) -> Result: ...
 
 
-def run(*args: object, stdin: str | None = None) -> Result:
+def run(*args: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in args], input=stdin)

@@ -80,6 +80,12 @@ def test_the_oldest_messages_go_when_the_context_is_full(octavo: Octavo, model: 
     assert len(alone.stdout.splitlines()) >= 1
 
 
+def test_what_is_no_text_ends_the_conversation(octavo: Octavo, model: list[str]) -> None:
+    result = octavo("chat", *model, *OPTIONS, stdin=b"\xff\n")
+    assert result.exit_code == 2
+    assert "Error: stdin: it is not UTF-8 text" in result.stderr
+
+
 def test_a_model_without_a_chat_template(octavo: Octavo, tmp_path: Path) -> None:
     write_model("gpt2", tmp_path)
     for name in ("chat_template.jinja", "tokenizer_config.json"):

@@ -205,6 +205,8 @@ def read_messages() -> Iterator[str]:
             lines.clear()
             say("\n(Ctrl-D or /exit leaves)")
             continue
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"stdin: it is not UTF-8 text ({error})") from error
         if line.endswith("\\"):
             lines.append(line[:-1])
             continue
