@@ -63,6 +63,11 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
         ("t.jsonl", "[" * 100_000, ":1: it is not JSON (maximum recursion depth exceeded"),
         ("t.jsonl", "[1, 2]\n", ":1: it is not a JSON object"),
         ("t.jsonl", '{"prompt_tokens": 1}\n', ":1: output_tokens is None"),
+        (
+            "t.jsonl",
+            '{"prompt_tokens": 16777217, "output_tokens": 1}',
+            ":1: prompt_tokens is 16777217, not an integer from 1 to 16,777,216",
+        ),
         ("t.jsonl", '{"prompt_tokens": true, "output_tokens": 1}', ":1: prompt_tokens is True"),
         (
             "t.jsonl",
@@ -87,10 +92,14 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str, text: str, message: s
     assert message in str(caught.value)
 
 
-def test_a_missing_or_truncated_file(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")
     packed = gzip.compress(b"prompt_tokens,output_tokens\n" + b"1,2\n" * 5000)
     (tmp_path / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(TraceError, match=r"cut\.csv\.gz: cannot be read"):
         read_trace(tmp_path / "cut.csv.gz")
+    # A header without a name, and then a block of a kind that there is not.
+    (tmp_path / "bad.csv.gz").write_bytes(packed[:10] + b"\xff" * 40)
+    with pytest.raises(TraceError, match=r"bad\.csv\.gz: cannot be read"):
+        read_trace(tmp_path / "bad.csv.gz")

@@ -13,14 +13,16 @@ import io
 import json
 import math
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import TraceError
+from octavo.errors import TraceError, shown
 
 HASH_BLOCK_SIZE = 512  # tokens behind one of `hash_ids` in Mooncake's traces
+MAX_LENGTH = 1 << 24  # tokens of a prompt or an output; prompts of these lengths are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
                 if limit is not None and len(requests) >= limit:
                     break
                 requests.append(_request(path, number, values))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: cannot be read: {reason}") from error
     if not requests:
@@ -167,8 +169,10 @@ def _length(where: str, values: Mapping[str, Any], name: str) -> int:
         number = int(value) if isinstance(value, str) else value
     except ValueError:
         number = None
-    if type(number) is not int or number < 1:
-        raise TraceError(f"{where}: {name} is {value!r}, not a positive integer")
+    if type(number) is not int or not 1 <= number <= MAX_LENGTH:
+        raise TraceError(
+            f"{where}: {name} is {shown(value)}, not an integer from 1 to {MAX_LENGTH:,}"
+        )
     return number
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from octavo.bench.traces import TraceRequest, read_trace
+from octavo.bench.traces import MAX_LENGTH, TraceRequest, read_trace
 from octavo.cli.options import option_of, together
 
 decoding_option = option_of("decoding")
@@ -18,7 +18,7 @@ decoding_option = option_of("decoding")
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 64
-COUNT = click.IntRange(1, 1 << 24)  # of requests or tokens
+COUNT = click.IntRange(1, MAX_LENGTH)  # of requests or tokens
 
 
 class FiniteRange(click.FloatRange):
