@@ -437,6 +437,13 @@ def test_nulls_in_mappings_are_not_given() -> None:
     assert responses.metadata == {"a": "b"}
 
 
+def test_a_prompt_in_a_chat_is_told_rather_than_the_missing_messages() -> None:
+    with pytest.raises(ApiError, match="prompt: prompts go to /v1/completions"):
+        decode_body(b'{"prompt": "a"}', ChatBody)
+    with pytest.raises(ApiError, match="messages: it is missing"):
+        decode_body(b'{"max_completion_tokens": 0}', ChatBody)
+
+
 def test_unknown_fields_cost_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every body is decoded once, whatever else there is in it."""
     decoded = []

@@ -86,6 +86,7 @@ def test_pairs_and_token_ids(exact: LiveServer) -> None:
             "text_1",
             "prompt and continuation",
         ),
+        ({"text_1": "a", "text_2": "b"}, "text_1", "prompt and continuation"),
         ({"prompt": "a", "continuation": "b", "truncate_prompt_tokens": 1}, None, "another one"),
     ],
 )

@@ -190,6 +190,8 @@ def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
             if name not in kind.model_fields and value is not None:
                 where = _clipped(name)
                 raise refused(where, f"there is no such field{_hint(kind, name)}", UNKNOWN)
+        # Or what stands in its place in another API, such as a prompt in a chat.
+        errors = [each for each in errors if each["type"] == UNSUPPORTED] or errors
     raise _api_error(kind, errors)
 
 
