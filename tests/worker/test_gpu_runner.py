@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime import JITFunction
 
 import model_zoo
 from fallback.sweep import write_reference
@@ -34,21 +35,21 @@ from octavo.ops import AttentionBatch, HostStaging, PaddedSizes, load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
-from octavo.ops.cuda import attention_decode
+from octavo.ops.cuda import attention_decode, block_copy, sampling, sampling_candidates
 from octavo.ops.cuda.attention_cascade import cascade_attention
-from octavo.ops.cuda.sampling import DeviceDraws, sample
-from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, DeviceDraws, sample
+from octavo.ops.cuda.sampling_candidates import NUMBERS, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade, model_runner, sampler
-from octavo.worker.device import cuda_sampling
+from octavo.worker.device import cuda, cuda_sampling
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.device.cuda_memory import largest_steps
 from octavo.worker.graphs import Graphs
 from octavo.worker.logit_edits import EditedRow
 from octavo.worker.model_runner import Captured, ModelRunner
-from octavo.worker.sampler import SamplingBatch
+from octavo.worker.sampler import DrawMode, SamplingBatch
 from octavo.worker.worker import _refused
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel
 from worker.late_masks import Gate
@@ -418,6 +419,64 @@ def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -
         (prompt(4, 4), BeamSearchParams(beam_width=2, max_tokens=2)),
     ]
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+
+
+def test_kernels_that_no_graph_holds_are_launched_before_any_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are compiled then, in place of while requests are served."""
+    overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
+    launched = set[tuple[str, Any]]()
+
+    def drawn(logits: torch.Tensor, draws: DeviceDraws) -> torch.Tensor:
+        kind = "greedy" if draws.is_greedy else "limited" if draws.is_limited else "random"
+        launched.add((kind, len(draws.rows)))
+        assert logits.dtype == torch.float32
+        return sample(logits, draws)
+
+    def found(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        launched.add(("best", number))
+        return best_tokens(logits, number)
+
+    monkeypatch.setattr(cuda_sampling, "sample", drawn)
+    monkeypatch.setattr(cuda_sampling, "best_tokens", found)
+    monkeypatch.setattr(cuda, "copy_blocks", lambda *_: launched.add(("copy", 1)))
+    executor = overlapped.executor
+    assert isinstance(executor, CudaExecutor)
+    with torch.inference_mode():
+        executor.runner._launch_others()
+    counts = [1, FEW_DRAWS + 1, FEW_LIMITED + 1]
+    expected = {(mode, count) for mode in get_args(DrawMode) for count in counts}
+    assert launched == expected | {("best", number) for number in NUMBERS} | {("copy", 1)}
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_no_kernel_of_the_sampler_is_compiled_while_requests_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = [
+        *(sampling._peak_kernel, sampling._sum_kernel, sampling._draw_kernel),
+        *(sampling_candidates._chunk_kernel, sampling_candidates._row_kernel),
+        *(sampling.find_limits, block_copy._copy_kernel),
+    ]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
+    compiled, compile_kernel = list[Any](), JITFunction._do_compile
+
+    def noted(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
+        compiled.append(kernel)
+        return compile_kernel(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    asks = [
+        (prompt(7, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=2, top_p=0.9)),
+        (prompt(3, 5), SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.5)),
+        (prompt(5, 6), SamplingParams(temperature=1, max_tokens=3, presence_penalty=1.0)),
+        *((prompt(4, 4), BeamSearchParams(beam_width=n, max_tokens=2)) for n in (2, 3, 5, 8)),
+    ]
+    run(overlapped, asks)
+    assert not set(kernels) & set(compiled)
 
 
 @slow_if_interpreted

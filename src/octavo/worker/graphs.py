@@ -95,6 +95,12 @@ class Graphs:
         if self._captures:
             self._graphs[key] = self._capture(work)
 
+    def compile(self, work: Callable[[], None]) -> None:
+        """Run `work`, whose kernels are those of steps that no graph holds, so that they are
+        compiled before; only where steps are captured."""
+        if self._captures:
+            work()
+
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Run `work`, which makes the same launches whenever the key is the same.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import CrossAttention, FullAttention, KVLayout, group_layers
-from octavo.core.step import StepPlan
+from octavo.core.step import BlockCopy, StepPlan
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import (
@@ -62,6 +62,8 @@ from octavo.worker.sampler import (
 from octavo.worker.submitted_step import SubmittedStep
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
+# Rows up to which kernels of the head depend on their number in steps that are not padded.
+_FEW_ROWS = 64
 
 
 class Captured(NamedTuple):
@@ -501,7 +503,7 @@ class ModelRunner:
         """Capture steps of every kind and size, the largest first: the others fit into its memory.
 
         A step that is captured while requests are served would keep them waiting. Steps with
-        cascade attention are, but their kernels are compiled here.
+        cascade attention are, but their kernels are compiled here, as others are that no graph has.
         """
         limits: tuple[int, ...] = getattr(self._backend, "context_limits", ())
         lengths = [*(each for each in limits if each < self._longest), self._longest]
@@ -519,6 +521,16 @@ class ModelRunner:
                     graphs.prepare((mode, size), work)
             staged = self._stage_padding(Captured(graphs.sizes[0]), has_cascade=True)
             self._forward_captured(staged)
+            graphs.compile(self._launch_others)
+
+    def _launch_others(self) -> None:
+        """Launch kernels that steps need which no graph holds: of copies of blocks, of the head for
+        any number of sequences, and of what the sampler does beside drawing from each row."""
+        no_tokens = self._device.upload(np.array([BlockCopy(0, 0, 0)], np.int32))
+        self._device.copy_blocks(self.kv_cache.blocks, no_tokens)
+        for number in range(1, min(len(self._hidden), _FEW_ROWS) + 1):
+            logits = self._model.logits(self._hidden[:number])
+        self._sampler.compile(logits)
 
     def _captured_as(self, plan: StepPlan) -> Captured | None:
         """The graph that computes the plan, padded; None if no graph does."""

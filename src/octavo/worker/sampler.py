@@ -142,6 +142,11 @@ class Drawer(ABC):
         """See best_of, without edits."""
         return best_of(logits, number)
 
+    def compile(self, logits: Tensor, vocabulary: VocabularyShard) -> None:
+        """Compile what draws from edited logits, and what finds the best tokens, for logits of this
+        kind; for devices with graphs."""
+        raise NotImplementedError
+
 
 class StagedSampling(NamedTuple):
     """How a step's logits become tokens, ready to be uploaded."""
@@ -278,6 +283,10 @@ class Sampler:
         if batch.num_candidates:
             choice.expand(*self._expand(logits[n:], batch, words))
         return choice
+
+    def compile(self, logits: Tensor) -> None:
+        """See Drawer.compile."""
+        self.drawer.compile(logits, self.vocabulary)
 
     def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
         """A token for each row; see Drawer.captured_draws."""

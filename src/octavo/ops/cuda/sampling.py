@@ -32,6 +32,7 @@ from octavo.ops.vocabulary import VocabularyShard, pack
 CHUNK = 4096  # logits that a program works on
 # Few draws are a matter of latency: they get many small programs.
 SMALL_CHUNK, FEW_DRAWS = 1024, 8
+FEW_LIMITED = 128  # draws with limits that get an SM each; of more, two share one
 NO_TOKEN = tl.constexpr(-1)
 
 
@@ -85,8 +86,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
-            # A few draws get an SM each; with many, two share one.
-            warps = 16 if num_draws <= 128 else 8
+            warps = 16 if num_draws <= FEW_LIMITED else 8
             find_limits[(num_draws,)](
                 *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
                 *(draws.log_min_p, peaks, limits, *sizes),

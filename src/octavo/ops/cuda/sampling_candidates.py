@@ -17,13 +17,14 @@ from octavo.ops.cuda.sampling_limits import ordered_key, value_of_key
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 CHUNK = 4096
-MAX_CANDIDATES = 64
 # Up to so many are found one after the other, each as the maximum of the rest. On one H200 this
 # takes 22 us instead of 41 by a partial sort (128 rows of 50,272 logits, 4 candidates), 77 instead
 # of 166 (256, 8), 172 instead of 307 (384, 12), 45 instead of 60 (64, 16); for 32 the sort is
 # faster.
 FEW = 16
-FEW_STEP = 4  # numbers are rounded up to a multiple, so that few kernels are compiled
+# Numbers are rounded up to one of these, so that few kernels are compiled.
+NUMBERS = (4, 8, 12, 16, 32, 64)
+MAX_CANDIDATES = NUMBERS[-1]
 
 
 def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,8 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert 0 < number <= min(MAX_CANDIDATES, vocab_size)
     device = logits.device
-    width = max(2, power_of_2(number))  # Triton 3.6 has no topk of 1
+    found = next(each for each in NUMBERS if number <= each)
+    width = power_of_2(found)
     chunk = max(width, min(CHUNK, power_of_2(vocab_size)))
     num_chunks = triton.cdiv(vocab_size, chunk)
     values = torch.empty((num_rows, number), dtype=torch.float32, device=device)
@@ -53,9 +55,9 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     _chunk_kernel[(num_chunks, num_rows)](
         *(logits, best, peaks, sums, logits.stride(0), vocab_size, num_chunks),
         WIDTH=width,
-        NUMBER=triton.cdiv(number, FEW_STEP) * FEW_STEP if number <= FEW else 0,
+        NUMBER=found if found <= FEW else 0,
         CHUNK=chunk,
-        num_warps=4 if number <= FEW else 8,
+        num_warps=4 if found <= FEW else 8,
         **pdl,
     )
     _row_kernel[(num_rows,)](

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.cuda.sampling import DeviceDraws, sample, sample_sharded
-from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, best_tokens
+from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, DeviceDraws, sample, sample_sharded
+from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, num_words
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
@@ -122,6 +122,32 @@ class CudaDrawer(Drawer):
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
+
+    def compile(self, logits: Tensor, vocabulary: VocabularyShard) -> None:
+        """See Drawer.compile."""
+        whole = VocabularyShard.whole(vocabulary.size)
+        edited = torch.zeros((1, vocabulary.size), dtype=torch.float32, device=logits.device)
+        for num_draws in (1, FEW_DRAWS + 1, FEW_LIMITED + 1):
+            zeros = torch.zeros(num_draws, dtype=torch.int64, device=logits.device)
+            settings = dict.fromkeys(_SETTINGS, zeros) | {
+                "temperature": zeros.float(),
+                "top_p": zeros.double() + 1,
+                "log_min_p": zeros.float(),
+                "mask_places": zeros.int() - 1,
+            }
+            for mode in get_args(DrawMode):
+                draws = DeviceDraws(
+                    zeros,
+                    **settings,
+                    masks=self._masks,
+                    is_greedy=mode == "greedy",
+                    is_limited=mode == "limited",
+                )
+                self.draw(edited, draws, whole)
+        for number in NUMBERS:
+            # Rows begin at multiples of 16 bytes, or do not.
+            for row in torch.split(logits.new_zeros((2, logits.shape[1])), 1):
+                self.best_tokens(row, min(number, logits.shape[1]))
 
     def _put(self, name: str, values: NDArray[Any]) -> Tensor:
         return self._staging.put(f"draws.{name}", values, self._staging.max_num_seqs)
