@@ -438,6 +438,14 @@ def test_whether_an_answer_begins_with_reasoning(prompt: str, thinking: str) -> 
     assert read(format_.parser(prompt), ["a\n</think>\n\nb"]) == expected
 
 
+def test_arguments_come_as_they_are_written() -> None:
+    parser = chosen(calls="hermes").parser("")
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {')[-1] == ToolCallArguments(0, "{")
+    for piece in ('"y": ', '"b"', ", ", '"a', '": ', '"c"'):
+        assert joined(parser.feed(piece)) == [ToolCallArguments(0, piece)]
+    assert joined(parser.finish()) == [ToolCallEnd(0)]  # cut off
+
+
 def test_a_prompt_may_have_the_beginning_of_a_call() -> None:
     own = read_template(HERMES)
     prefix = own.prefix('x<assistant>Well <tool_call>{"name": "f", "arguments": {')

@@ -54,6 +54,8 @@ class JsonCalls:
         self._captures: Literal["name", "arguments"] | None = None
         self._capture_level = 0
         self._captured: list[str] = []  # of that value, and not returned
+        # The arguments are a string, whose text is the JSON that is meant.
+        self._is_text = False
         self._early = ""  # arguments that came before the name
         self._is_shown = False  # the name has been returned
         self._has_arguments = False
@@ -74,7 +76,7 @@ class JsonCalls:
             place = self._step(text, place)
         if self.is_broken:
             self.rest += text[place:]
-        if self._captures == "arguments" and self._is_shown and not self._is_text():
+        if self._captures == "arguments" and self._is_shown and not self._is_text:
             self._release()
         return self._taken()
 
@@ -201,7 +203,7 @@ class JsonCalls:
             self._captures = "name"
         elif path == self._paths.arguments and not self._has_arguments:
             self._captures = "arguments"
-            self._has_arguments = True
+            self._has_arguments, self._is_text = True, character == '"'
         self._capture_level = depth
 
     def _begin_call(self) -> None:
@@ -255,15 +257,10 @@ class JsonCalls:
         if self._early:
             self._parts.append(("arguments", self._early))
 
-    def _is_text(self) -> bool:
-        """Whether the arguments are a string, whose text is the JSON that is meant."""
-        return bool(self._captured) and self._captured[0].startswith('"')
-
     def _text(self) -> str:
         """What has been captured of the arguments."""
-        written, is_text = "".join(self._captured), self._is_text()
-        self._captured = []
-        if not is_text:
+        written, self._captured = "".join(self._captured), []
+        if not self._is_text:
             return written
         try:
             return str(json.loads(written, strict=False))
