@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event, Thread, Timer
@@ -119,6 +120,27 @@ def test_a_bad_word_is_stopped_at_its_last_token(output: list[int], banned: list
 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
     assert mask_of(SamplingSpec(bad_words=((4, 5),)), [], [4]) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
+def test_no_ngram_is_written_twice(size: int) -> None:
+    for text in np.random.default_rng(size).integers(0, 3, (200, 8)).astype(np.int32):
+        for end in range(len(text) + 1):
+            *before, _ = ngram = [*text[max(0, end - size + 1) : end].tolist(), 0]
+            places = range(end - size + 1) if len(ngram) == size else ()
+            found = [
+                text[i + size - 1] for i in places if text[i : i + size - 1].tolist() == before
+            ]
+            assert mask_rules.repeating(text[:end], size) == found
+
+
+def test_ngrams_are_looked_for_without_a_copy_of_all() -> None:
+    text = np.arange(50_000, dtype=np.int32)
+    tracemalloc.start()
+    assert mask_rules.repeating(text, 1_000) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * text.nbytes
 
 
 def test_bad_words_give_way_when_no_token_would_be_left() -> None:

@@ -189,10 +189,14 @@ def _end_of(token_ids: Sequence[int], output: Int32s) -> int | None:
 
 def repeating(token_ids: Int32s, size: int) -> list[int]:
     """What came after earlier occurrences of the last size - 1 tokens, prompt included."""
-    num_earlier = len(token_ids) - size + 1
-    if num_earlier < 1:
-        return []
-    ngrams = np.lib.stride_tricks.sliding_window_view(token_ids, size)
-    is_same = (ngrams[:, : size - 1] == token_ids[num_earlier:]).all(axis=1)
-    last: list[int] = ngrams[is_same, size - 1].tolist()
+    if size == 1:
+        every: list[int] = token_ids.tolist()
+        return every
+    # The last token stands at few other places, and behind the same one at fewer.
+    places = np.flatnonzero(token_ids[size - 2 : -1] == token_ids[-1:]) + size - 1
+    for back in range(2, size):
+        if not len(places):
+            break
+        places = places[token_ids[places - back] == token_ids[-back]]
+    last: list[int] = token_ids[places].tolist()
     return last
