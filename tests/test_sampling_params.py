@@ -50,6 +50,9 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": INF}, "repetition_penalty: inf is not finite"),
     ({"logit_bias": {5: 100.5}}, "logit_bias: 100.5 is not between -100.0 and 100.0"),
     ({"logit_bias": {5: NAN}}, "logit_bias: nan is not finite"),
+    ({"logit_bias": {5: 10**400}}, "logit_bias: about 2**1328 is not finite"),
+    ({"logit_bias": {5: 1.0, 1 << 63: 1.0}}, f"logit_bias: {1 << 63} is more than"),
+    ({"logit_bias": {5: True}}, "logit_bias: True is not a number"),
     ({"logit_bias": {"5": 1.0}}, "logit_bias: '5' is not an integer"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias: -1 is less than 0"),
     ({"logit_bias": [5]}, "logit_bias: [5] is not a mapping"),
@@ -181,6 +184,17 @@ def test_many_token_ids_are_not_checked_one_by_one(monkeypatch: pytest.MonkeyPat
         SamplingParams(stop_token_ids=[*many, 1 << 63])
     with pytest.raises(InvalidRequest, match="True is not an integer"):
         SamplingParams(stop_token_ids=[1, True])
+
+
+def test_many_biases_are_not_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    for name in ("integer_in", "_real_in"):
+        monkeypatch.setattr(sampling_params, name, lambda field, *_: checked.append(field))
+    biases = {token_id: token_id % 100 for token_id in range(5000)}
+    given = SamplingParams(logit_bias=biases).logit_bias or {}
+    assert given == biases
+    assert set(map(type, given.values())) == {float}
+    assert "logit_bias" not in checked
 
 
 def test_the_limits_themselves_are_allowed() -> None:

@@ -159,6 +159,14 @@ def _logit_bias(field: str, value: object) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         raise InvalidRequest(field, f"{shown(value)} is not a mapping of token ids to numbers")
+    # As in _token_ids.
+    if set(map(type, value)) <= {int} and set(map(type, value.values())) <= {int, float}:
+        biases = {
+            token_id: float(bias) for token_id, bias in value.items() if abs(bias) <= MAX_LOGIT_BIAS
+        }
+        fits = len(biases) == len(value)
+        if fits and min(biases, default=0) >= 0 and max(biases, default=0) <= INT64_MAX:
+            return biases
     return {
         integer_in(field, token_id, 0): _real_in(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         for token_id, bias in value.items()
