@@ -34,7 +34,8 @@ MARKS = (
     (
         "<think>|</think>|[THINK]|[/THINK]|<tool_call>|</tool_call>|<|python_tag|>|[TOOL_CALLS]|[ARGS]|"
         "<｜tool▁calls▁begin｜>|<｜tool▁calls▁end｜>|<｜tool▁call▁begin｜>|<｜tool▁call▁end｜>|"
-        "<｜tool▁sep｜>|<|channel|>|<|message|>|<|start|>|<|end|>|<|constrain|>"
+        "<｜tool▁sep｜>|<|channel|>|<|message|>|<|start|>|<|end|>|<|constrain|>|"
+        "<seed:tool_call>|</seed:tool_call>"
     )
     .replace("<|", "<:")
     .replace("|>", ":>")
@@ -130,7 +131,7 @@ def test_demanded_calls_are_calls_and_nothing_else(world: World, name: str) -> N
     format_ = find_format(None, calls=name, reasoning="none")
     tokens = world.tokenizer.added_tokens
     counts = []
-    for seed in range(12):
+    for seed in range(24):
         is_parallel = seed % 2 == 0
         parts = answer_grammars(format_, tokens, "none", CALLS, True, is_parallel)
         text = world.say(seed, parts)

@@ -91,6 +91,30 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
             [Content("Well"), *call(0, "f", '{"x": 1, "y": "a\\nb"}'), *call(1, "g", "{}")],
         ),
     ],
+    "seed": [
+        (
+            "Well\n<seed:tool_call>\n<function=f>\n<parameter=x>1</parameter>\n"
+            "<parameter=y>\na\nb</parameter>\n</function>\n</seed:tool_call>\n"
+            "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>",
+            [Content("Well"), *call(0, "f", '{"x": 1, "y": "\\na\\nb"}'), *call(1, "g", "{}")],
+        ),
+    ],
+    "glm": [
+        (
+            "\nWell\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n"
+            "<arg_key>y</arg_key>\n<arg_value>a\nb</arg_value>\n</tool_call>\n"
+            "<tool_call>g\n</tool_call>",
+            [Content("\nWell"), *call(0, "f", '{"x": 1, "y": "a\\nb"}'), *call(1, "g", "{}")],
+        ),
+        ('<tool_call>{"name": "f"}</tool_call>', [Content('<tool_call>{"name": "f"}</tool_call>')]),
+    ],
+    "glm-v47": [
+        (
+            "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+            "<tool_call>g</tool_call>",
+            TWO,
+        ),
+    ],
     "llama3-json": [
         (
             '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; '
@@ -196,7 +220,7 @@ FRAGMENTS = st.sampled_from(
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "_call>", "</", "\n", " "),
         *('{"name": "f", "arguments": ', '{"x": 1}', "}", '"', "\\", "{", "[", "]", ",", ":", "1"),
         *("[TOOL_CALLS]", "[ARGS]", "f", ";", "<function=f>", "</function>", "<parameter=x>", "é"),
-        *("(", ")"),
+        *("(", ")", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>"),
     ]
 )
 
@@ -387,6 +411,17 @@ def chosen(source: str | None = None, **options: Any) -> AnswerFormat:
         ("{{ messages }}", "none", None),
         ("<tool_call> {{ tools }} </think>", "hermes", ("<think>", "</think>")),
         ("<tool_call> <function= {{ tools }}", "qwen-tags", None),
+        (
+            "'<seed:tool_call>' '<function=' '</seed:think>'",
+            "seed",
+            ("<seed:think>", "</seed:think>"),
+        ),
+        (
+            "'<tool_call>' + tc.name\n<arg_key>{{ k }}</arg_key>\n<arg_value></think>",
+            "glm",
+            ("<think>", "</think>"),
+        ),
+        ("'<tool_call>' + tc.name <arg_key>{{ k }}</arg_key><arg_value>", "glm-v47", None),
         ("[TOOL_CALLS] {{ tools }}", "mistral", None),
         ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "mistral-args", ("[THINK]", "[/THINK]")),
         ("<｜tool▁call▁begin｜> ```json </think>", "deepseek", ("<think>", "</think>")),
@@ -512,7 +547,7 @@ def counted(format_: AnswerFormat) -> tuple[AnswerFormat, list[Counted]]:
 BEGUN = [
     *(" to=functions.", " to=functions.f<|channel|>analysis", "<function=", "<tool_call>", "[", ""),
     *("[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
-    *("<|channel|>final", "<|python_tag|>", "{"),
+    *("<|channel|>final", "<|python_tag|>", "{", "<seed:tool_call>", "<tool_call>f"),
 ]
 
 
@@ -544,6 +579,7 @@ def test_no_more_is_held_back_whatever_a_models_own_template_says() -> None:
         ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call>'),
         ("hermes", "<think></think>"),
         ("qwen-tags", "<function=f>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call>f\n</tool_call>"),
         ("mistral-args", "[TOOL_CALLS]f[ARGS]{}"),
         ("harmony", "<|channel|>analysis<|message|>a<|end|>"),
     ],

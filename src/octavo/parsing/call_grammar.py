@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.parsing.formats import AnswerFormat, CallSyntax, Thinking, named
+from octavo.parsing.formats import AnswerFormat, CallSyntax, Thinking, around_argument, named
 
 Part = dict[str, str]  # name, kind and source
 
@@ -212,7 +212,8 @@ class _Writer:
     def _member(self, prefix: str, name: str, schema: Any, is_strict: bool) -> str:
         if self._syntax.notation == "python":
             return f"{self._literal(f'{name}=')} {self._json(prefix, schema, is_strict)}"
-        opening, closing = self._literal(f"<parameter={name}>\n"), "\n</parameter>\n"
+        before, closing = around_argument(self._syntax, name)
+        opening = self._literal(before)
         if _may_be_text(schema):
             return f"{opening} {self._text_until(f'{prefix}_text', closing)}"
         return f"{opening} {self._json(prefix, schema, is_strict)} {self._literal(closing)}"

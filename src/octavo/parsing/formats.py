@@ -56,6 +56,7 @@ class CallSyntax:
     trigger: str = ""
     first: str = ""
     notation: Notation = "json"
+    argument: tuple[str, str] = ("", "")  # what stands around one that is written in tags
     is_single: bool = False  # an answer has one call at most
 
 
@@ -136,6 +137,26 @@ _OBJECT = _calls("{content.name}", "{content.arguments}")
 _BODY = _calls("{name}", "{content}")
 _ENTRY = _calls("{name}", "{arguments}")
 
+
+def _tags(opening: str, closing: str, key: str, end: str) -> dict[str, Any]:
+    """A region of a call whose arguments are written in tags: `key` before one, `end` behind it."""
+    pattern = rf"{key}(?P<value>.*?)(?:{end}|(?P<unclosed>\Z))"
+    return {
+        "open_pattern": opening,
+        "close": closing,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": pattern},
+        "transform": _BODY,
+    }
+
+
+_GLM_CALL = _tags(
+    rf"<tool_call>{_SPACES}(?P<name>[^\s<{{]{_LONG}){_SPACES}(?=<)",
+    "</tool_call>",
+    rf"<arg_key>(?P<key>[^<]{_LONG})</arg_key>{_SPACES}<arg_value>",
+    "</arg_value>",
+)
+
 # Regions of calls, as in a template's `fields`, and their syntax.
 CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Hermes, Qwen 2.5 and 3
@@ -154,23 +175,57 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     ),
     # Qwen 3 Coder and 3.5
     "qwen-tags": (
-        {
-            "open_pattern": rf"(?:<tool_call>{_SPACES})?<function=(?P<name>[^>\s]{_LONG})>",
-            "close": "</function>",
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": (
-                    rf"<parameter=(?P<key>[^>\n]{_LONG})>\n?"
-                    r"(?P<value>.*?)(?:\n?</parameter>|(?P<unclosed>\Z))"
-                )
-            },
-            "transform": _BODY,
-        },
+        _tags(
+            rf"(?:<tool_call>{_SPACES})?<function=(?P<name>[^>\s]{_LONG})>",
+            "</function>",
+            rf"<parameter=(?P<key>[^>\n]{_LONG})>\n?",
+            r"\n?</parameter>",
+        ),
         CallSyntax(
             "<tool_call>\n<function={name}>\n",
             "</function>\n</tool_call>",
             trigger="<tool_call>",
             notation="tags",
+            argument=("<parameter={name}>\n", "\n</parameter>\n"),
+        ),
+    ),
+    # Seed-OSS
+    "seed": (
+        _tags(
+            rf"(?:<seed:tool_call>{_SPACES})?<function=(?P<name>[^>\s]{_LONG})>",
+            "</function>",
+            rf"<parameter=(?P<key>[^>\n]{_LONG})>",
+            "</parameter>",
+        ),
+        CallSyntax(
+            "<seed:tool_call>\n<function={name}>\n",
+            "</function>\n</seed:tool_call>",
+            trigger="<seed:tool_call>",
+            notation="tags",
+            argument=("<parameter={name}>", "</parameter>\n"),
+        ),
+    ),
+    # GLM 4.5 and 4.6
+    "glm": (
+        _GLM_CALL,
+        CallSyntax(
+            "<tool_call>{name}\n",
+            "</tool_call>",
+            trigger="<tool_call>",
+            notation="tags",
+            argument=("<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+    ),
+    # GLM 4.7
+    "glm-v47": (
+        _GLM_CALL,
+        CallSyntax(
+            "<tool_call>{name}",
+            "</tool_call>",
+            between="",
+            trigger="<tool_call>",
+            notation="tags",
+            argument=("<arg_key>{name}</arg_key><arg_value>", "</arg_value>"),
         ),
     ),
     # Llama 3.1, 3.2 and 3.3
@@ -289,6 +344,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
 THINKING: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
 }
 
 _HARMONY_FIELDS = {
@@ -310,6 +366,7 @@ _HARMONY_TEXT = tuple(f"{start}<|channel|>final<|message|>" for start in ("", "<
 # optional end of a delimiter would depend on how the text is cut.)
 _AFTER_CALLS = {
     "qwen-tags": "</tool_call>",
+    "seed": "</seed:tool_call>",
     "deepseek": "<｜tool▁calls▁end｜>",
     "deepseek-v31": "<｜tool▁calls▁end｜>",
 }
@@ -321,7 +378,10 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("mistral", lambda text: "[TOOL_CALLS]" in text),
     ("deepseek", lambda text: "<｜tool▁call▁begin｜>" in text and "```json" in text),
     ("deepseek-v31", lambda text: "<｜tool▁call▁begin｜>" in text),
+    ("seed", lambda text: "<seed:tool_call>" in text),
     ("qwen-tags", lambda text: "<function=" in text),
+    ("glm-v47", lambda text: "</arg_key><arg_value>" in text),
+    ("glm", lambda text: "<arg_key>" in text),
     ("hermes", lambda text: "<tool_call>" in text),
     ("pythonic", lambda text: "<|python_start|>" in text or "[func_name1(" in text),
     ("llama3-json", lambda text: "<|python_tag|>" in text or '"parameters": ' in text),
@@ -440,3 +500,9 @@ def _syntax_of(region: Region) -> CallSyntax | None:
 def named(syntax: CallSyntax, name: str) -> str:
     """What stands before the arguments of a call of this name."""
     return syntax.begin.replace(_NAME, name)
+
+
+def around_argument(syntax: CallSyntax, name: str) -> tuple[str, str]:
+    """What stands before and behind an argument of this name that is written in tags."""
+    before, behind = syntax.argument
+    return before.replace(_NAME, name), behind
