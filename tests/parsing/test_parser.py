@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import string
+import sys
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from octavo.parsing.events import (
 from octavo.parsing.formats import CALL_FORMATS, AnswerFormat, find_format
 from octavo.parsing.parser import MAX_HELD, MAX_READ, ResponseParser
 from octavo.parsing.template import Delimiter, read_template
+from octavo.parsing.values import parsed
 
 PROPERTIES = {"f": {"x": {"type": "integer"}, "y": {"type": ["string", "null"]}}}
 
@@ -603,6 +606,37 @@ def test_parameters_that_are_never_closed_are_read_once() -> None:
     text = f"<function=f><parameter=x>1</parameter>{body}</function>"
     parser = find_format(None, calls="qwen-tags").parser("", PROPERTIES)
     assert read(parser, [text]) == call(0, "f", '{"x": 1}')
+
+
+def test_the_strings_of_a_call_are_put_in_their_places_at_once() -> None:
+    strings = [f"{number} and more" for number in range(300)]
+    text = "{" + ",".join(f"a{i}:<|{each}|>" for i, each in enumerate(strings)) + "}"
+    arguments = {"string_delims": [["<|", "|>"]], "unquoted_keys": True}
+    num_replaced = 0
+
+    def profile(frame: Any, event: str, called: Any) -> None:
+        nonlocal num_replaced
+        num_replaced += event == "c_call" and called.__name__ == "replace"
+
+    sys.setprofile(profile)
+    try:
+        value = parsed("json", text, arguments)
+    finally:
+        sys.setprofile(None)
+    assert list(value.values()) == strings
+    assert num_replaced < 10
+
+
+def test_what_follows_a_broken_call_is_not_copied_at_each_piece() -> None:
+    parser = chosen(calls="hermes").parser("")
+    text = "<tool_call>no" + "a" * 100_000
+    assert parser.feed(text) == []
+    tracemalloc.start()
+    assert parser.feed("b") == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000
+    assert joined(parser.finish()) == [Content(f"{text}b")]
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,17 @@ class JsonCalls:
         self._parts: list[Part] = []
         self.is_broken = False  # it is no JSON, or something else than calls
         self.num_calls = 0  # whose names have been returned
-        self.rest = ""  # what comes after it is broken
+        self._rest: list[str] = []  # what comes after it is broken
 
     @property
     def in_string(self) -> bool:
         """Whether the text so far ends within a string."""
         return self._string is not None and not self.is_broken
+
+    @property
+    def rest(self) -> str:
+        """What comes after it is broken."""
+        return "".join(self._rest)
 
     def feed(self, text: str) -> list[Part]:
         """Take in more text."""
@@ -75,7 +80,7 @@ class JsonCalls:
         while place < len(text) and not self.is_broken:
             place = self._step(text, place)
         if self.is_broken:
-            self.rest += text[place:]
+            self._rest.append(text[place:])
         if self._captures == "arguments" and self._is_shown and not self._is_text:
             self._release()
         return self._taken()

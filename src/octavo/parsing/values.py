@@ -80,8 +80,9 @@ def _json(text: str, arguments: Arguments) -> Any:
         plain = regex.sub(quoted, mark, plain, flags=regex.DOTALL)
     if arguments.get("unquoted_keys"):
         plain = regex.sub(r"(?<=[{,])(\w+):", r'"\1":', plain)
-    for number, each in enumerate(strings):
-        plain = plain.replace(f"{_MARKS[0]}{number}{_MARKS[1]}", json.dumps(each))
+    if strings:
+        marked = f"{_MARKS[0]}([0-9]+){_MARKS[1]}"
+        plain = regex.sub(marked, lambda match: json.dumps(strings[int(match[1])]), plain)
     try:
         return json.loads(plain)
     except ValueError:
