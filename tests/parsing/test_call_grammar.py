@@ -185,7 +185,8 @@ def test_reasoning_comes_before_calls_and_forms(
         calls = [] if form else CALLS
         parts = answer_grammars(format_, tokens, thinking, calls, not form, True, form)
         # By chance alone, bytes would not say that the reasoning has ended.
-        said = f"a{format_.thinking[1]}" if thinking == "open" else ""
+        opening, closing = format_.thinking
+        said = f"a{closing}" if thinking == "open" else f"{opening}a{closing}" * (seed % 4 < 2)
         text = world.say(seed, parts, said)
         if not text:
             continue
@@ -201,8 +202,20 @@ def test_reasoning_comes_before_calls_and_forms(
             assert isinstance(content, Content)
             jsonschema.validate(json.loads(content.text), SCHEMA)
     assert num_ended > 4
-    if thinking == "open" or world.size > 257:
-        assert num_thoughts > 0
+    assert num_thoughts > 0
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_a_line_may_end_before_the_reasoning(world: World, is_required: bool) -> None:
+    format_ = find_format("<tool_call></think>")
+    tokens = world.tokenizer.added_tokens
+    parts = answer_grammars(format_, tokens, "possible", CALLS, is_required)
+    said = '\n<think>a</think>\n\n<tool_call>\n{"name": "get.g", "arguments": {}}\n</tool_call>'
+    constraint = world.library.compile(StructuredOutput(parts=parts).to_grammar()).fork()
+    assert constraint.accept(world.tokenizer.encode(said)) == ""
+    events = read(format_, "", said)
+    assert events[0] == Reasoning("a")
+    assert check_calls(events[1:]) == 1
 
 
 def test_a_form_or_a_call(world: World) -> None:

@@ -20,7 +20,7 @@ Part = dict[str, str]  # name, kind and source
 
 EMPTY = '""'
 TEXT = r"/(.|\n)*/"
-_BREAK = r"/[ \t\r\n]{0,8}/"  # between reasoning and what follows it
+_BREAK = r"/[ \t\r\n]{0,8}/"  # before reasoning and behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Writer:
         inside = f"{self._text_until('thought', closing)} BREAK"
         if thinking == "open":
             return inside
-        return f"({self._literal(opening)} {inside})?"
+        return f"(BREAK {self._literal(opening)} {inside})?"
 
     def _calls(self, calls: Sequence[CallForm], is_parallel: bool) -> str:
         """Nothing but calls."""
