@@ -608,6 +608,36 @@ def test_parameters_that_are_never_closed_are_read_once() -> None:
     assert read(parser, [text]) == call(0, "f", '{"x": 1}')
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("qwen-tags", r'["\ud83d"]', r'{"z": ["\ud83d"]}'),
+        ("qwen-tags", r'["\ud83d\ude00", "é"]', '{"z": ["\N{GRINNING FACE}", "é"]}'),
+        ("pythonic", r'"\ud83d\ude00é"', r'{"z": "\ud83d\ude00\u00e9"}'),
+        ("qwen-tags", "[1e999]", None),
+        ("pythonic", "1e999", None),
+        ("hermes", r'"\ud83d"', r'"\ud83d"'),
+    ],
+)
+def test_what_a_call_says_can_be_written_as_json(
+    name: str, text: str, arguments: str | None
+) -> None:
+    whole = {
+        "qwen-tags": f"<function=f><parameter=z>{text}</parameter></function>",
+        "pythonic": f"[f(z={text})]",
+        "hermes": f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>',
+    }[name]
+    events = read(chosen(calls=name).parser("", {"f": {"z": {"type": "array"}}}), [whole])
+    assert events == ([Content(whole)] if arguments is None else call(0, "f", arguments))
+    for event in events:
+        "".join(map(str, event)).encode()
+
+
+def test_half_a_character_is_no_name() -> None:
+    text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+    assert read(chosen(calls="hermes").parser(""), [text]) == [Content(text)]
+
+
 def test_the_strings_of_a_call_are_put_in_their_places_at_once() -> None:
     strings = [f"{number} and more" for number in range(300)]
     text = "{" + ",".join(f"a{i}:<|{each}|>" for i, each in enumerate(strings)) + "}"

@@ -247,7 +247,8 @@ class JsonCalls:
             return
         try:
             name = json.loads("".join(self._captured), strict=False)
-        except ValueError:
+            str(name).encode()
+        except ValueError:  # as of half a character
             name = None
         self._captured = []
         if isinstance(name, str) and name:
@@ -268,9 +269,11 @@ class JsonCalls:
         if not self._is_text:
             return written
         try:
-            return str(json.loads(written, strict=False))
-        except ValueError:
+            text = str(json.loads(written, strict=False))
+            text.encode()
+        except ValueError:  # as of half a character
             return written
+        return text
 
     def _release(self) -> None:
         text = self._text()

@@ -232,12 +232,13 @@ class ResponseParser:
         """The name of a call, and its arguments as JSON. Raises Unreadable."""
         name, arguments = _call_of(value)
         cast = cast_arguments(arguments, self._properties.get(name, {}))
-        if isinstance(cast, str):
-            return name, cast
         try:
-            return name, json.dumps(cast, ensure_ascii=False)
-        except (ValueError, RecursionError) as error:  # 0xfff... may have too many digits
+            written = cast if isinstance(cast, str) else _as_json(cast)
+            f"{name}{written}".encode()
+        # 0xfff... may have too many digits, 1e999 is no JSON, and "\ud800" no text by itself.
+        except (ValueError, RecursionError) as error:
             raise Unreadable(str(error)) from None
+        return name, written
 
     # ---------------------------------------------------------------- events
 
@@ -324,6 +325,16 @@ def _given_name(region: Region, captures: Mapping[str, str]) -> str | None:
 def _function(value: Any) -> Any:
     """The part of a call that has its name and arguments."""
     return value.get("function", value) if isinstance(value, dict) else None
+
+
+def _as_json(value: Any) -> str:
+    """A value as JSON. Raises ValueError and RecursionError."""
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        written.encode()
+    except UnicodeEncodeError:  # halves of characters, which escapes can write
+        return json.dumps(value)
+    return written
 
 
 def _call_of(value: Any) -> tuple[str, Any]:
