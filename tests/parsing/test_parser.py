@@ -430,6 +430,8 @@ def chosen(source: str | None = None, **options: Any) -> AnswerFormat:
         ("<｜tool▁call▁begin｜> ```json </think>", "deepseek", ("<think>", "</think>")),
         ("<｜tool▁call▁begin｜> </think>", "deepseek-v31", ("<think>", "</think>")),
         ("<|python_tag|>", "llama3-json", None),
+        ('respond with {"name": function name, "parameters": {}}', "llama3-json", None),
+        ('<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>', "none", None),
         ("[func_name1(params_name1=params_value1", "pythonic", None),
         ("<|channel|> <|constrain|>", "harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
     ],

@@ -384,6 +384,7 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("glm", lambda text: "<arg_key>" in text),
     ("hermes", lambda text: "<tool_call>" in text),
     ("pythonic", lambda text: "<|python_start|>" in text or "[func_name1(" in text),
+    (NONE, lambda text: '"tool_name"' in text),  # Cohere's
     ("llama3-json", lambda text: "<|python_tag|>" in text or '"parameters": ' in text),
 )
 
