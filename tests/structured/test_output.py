@@ -389,6 +389,7 @@ for _ in range(150):
             "#/items: minProperties: the same name could be written more than once",
         ),
         ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "recurses without end"),
+        ({"json_schema": {"type": ["object", {}]}}, "structured.json_schema", "type must be"),
         (
             {"json_schema": ENDLESS},
             "structured.json_schema",

@@ -232,7 +232,7 @@ class _Endings:
             if options and not any(map(self.has_end, options)):
                 return False
         kinds = schema.get("type")
-        if isinstance(kinds, list) and set(kinds) - {"object", "array"}:
+        if isinstance(kinds, list) and any(each not in ("object", "array") for each in kinds):
             return True
         is_object = kinds == "object" or kinds == ["object"]
         is_array = kinds == "array" or kinds == ["array"]
