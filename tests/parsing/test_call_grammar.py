@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest
 from octavo.parsing.call_grammar import CallForm, answer_grammars
 from octavo.parsing.events import (
     Content,
@@ -216,6 +217,15 @@ def test_a_line_may_end_before_the_reasoning(world: World, is_required: bool) ->
     events = read(format_, "", said)
     assert events[0] == Reasoning("a")
     assert check_calls(events[1:]) == 1
+
+
+@pytest.mark.parametrize("name", formats())
+def test_a_property_that_is_no_schema_is_refused(world: World, name: str) -> None:
+    call = CallForm("f", {"type": "object", "properties": {"x": None}})
+    tokens = world.tokenizer.added_tokens
+    parts = answer_grammars(find_format(None, calls=name), tokens, "none", [call])
+    with pytest.raises(InvalidRequest, match="schema must be an object or boolean"):
+        world.library.compile(StructuredOutput(parts=parts).to_grammar())
 
 
 def test_a_form_or_a_call(world: World) -> None:

@@ -196,7 +196,8 @@ class _Writer:
             definitions = {
                 key: call.schema[key] for key in ("$defs", "definitions") if key in call.schema
             }
-            inner = schema if isinstance(schema, bool) else {**definitions, **schema}
+            # What is no schema is refused as one.
+            inner = {**definitions, **schema} if isinstance(schema, dict) else schema
             written = self._member(prefix, name, inner, call.is_strict)
             after: dict[bool, str] = {}
             for is_first in (True, False):
@@ -254,7 +255,7 @@ def _part(name: str, kind: str, source: str) -> Part:
 def _may_be_text(schema: Any) -> bool:
     """Whether a value may be a string, which is written without quotes."""
     if not isinstance(schema, dict):
-        return True
+        return isinstance(schema, bool)
     kinds = schema.get("type")
     if kinds is None:
         return not any(key in schema for key in ("$ref", "properties", "items"))

@@ -23,8 +23,11 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 def refusal(schema: object) -> str | None:
     """Why outputs cannot be made to keep to a schema, as far as the library does not say so: it
-    allows nothing, is nested too deeply, counts names that may repeat, has too many that may be
-    left out, or each of its values would contain another one of the same kind, without end."""
+    is none, allows nothing, is nested too deeply, counts names that may repeat, has too many that
+    may be left out, or each of its values would contain another one of the same kind, without
+    end."""
+    if not isinstance(schema, dict | bool):
+        return "a schema must be an object or boolean"
     if schema is False:
         return "false allows no value"
     if _depth_exceeds(schema, MAX_DEPTH):
