@@ -17,6 +17,9 @@ products in FP8 fall to other numbers. So each result is computed a third time w
 about one rounding in what attention reads and returns. Differences must stay below a small multiple
 of the largest that noise makes.
 
+Kernels that are compiled while the engine works are counted by their names: all requests wait for
+each of them.
+
     PYTHONPATH=src:tests python -m soak.rescored llama llama-fp8 gemma --seconds 60
 
 This is for a GPU; on a CPU the models `tiny` and `tiny-t5` do. Prints how large the differences
@@ -36,11 +39,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime import JITFunction
 
 from octavo import LLM
 from octavo.config import PreemptionMode
@@ -671,14 +676,15 @@ def run(name: str, seed: int, seconds: float, most: int) -> Report:
         work = LongWork(setting, llm.engine.model_config)
         report, pins = Report(name, seconds), list[str]()
         scheduler = llm.engine.scheduler
-        while not report.is_late:
-            # Left to itself, it nearly always finds the same one cheaper.
-            mode = rng.choice(get_args(PreemptionMode))
-            scheduler.config = replace(scheduler.config, preemption_mode=mode)
-            change_pins(llm, work, rng, pins, report)
-            Round(llm, work, rng, report, rng.choice((1, 2, 8, setting.most_at_once))).run()
-            check_blocks(llm, report)
-            report.count("rounds")
+        with counted_compilations(report):
+            while not report.is_late:
+                # Left to itself, it nearly always finds the same one cheaper.
+                mode = rng.choice(get_args(PreemptionMode))
+                scheduler.config = replace(scheduler.config, preemption_mode=mode)
+                change_pins(llm, work, rng, pins, report)
+                Round(llm, work, rng, report, rng.choice((1, 2, 8, setting.most_at_once))).run()
+                check_blocks(llm, report)
+                report.count("rounds")
         for mode, number in scheduler.num_preemptions.items():
             report.counts[f"{mode}_preemptions"] = number
         if setting.num_ranks > 1:  # of which each has a part of the weights
@@ -688,6 +694,19 @@ def run(name: str, seed: int, seconds: float, most: int) -> Report:
     report.require("samples", 1)
     report.show()
     return report
+
+
+@contextmanager
+def counted_compilations(report: Report) -> Iterator[None]:
+    """Count each kernel that is compiled in this process."""
+    compile_kernel = JITFunction._do_compile
+
+    def counted(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
+        report.count(f"compiled {kernel.fn.__name__}")
+        return compile_kernel(kernel, *args, **options)
+
+    with patch.object(JITFunction, "_do_compile", counted):
+        yield
 
 
 def main() -> int:
