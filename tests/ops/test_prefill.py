@@ -353,6 +353,14 @@ def test_several_passes_of_few_tokens_are_not_for_hopper(
     assert (times.split < times.whole) == expected
 
 
+def test_prompts_may_be_longer_than_what_they_read_of_an_encoder() -> None:
+    lens = np.array([300, 200], np.int32)
+    seqs = Sequences(lens * 0, lens * 0, np.array([5, 1], np.int32), lens)
+    config = prefill_config(torch.bfloat16, 64, 1)
+    times = prefill_times(seqs, None, 1, 8, num_sms(torch.device("cpu")), config, is_fp8=False)
+    assert min(times) > 0
+
+
 def test_what_is_for_hopper() -> None:
     takes = attention_prefill_hopper.takes
     assert takes(torch.float16, 128, 128, 8, None)

@@ -126,7 +126,8 @@ def prefill_times(
     config: of this module's kernel; is_fp8: whether the cache is e4m3; num_passes: of the other
     kernel, each of which takes as long as its longest item.
     """
-    visible = seqs.contexts.astype(np.int64) - seqs.lens // 2  # on average
+    # On average. Of an encoder there may be fewer keys than new tokens.
+    visible = np.maximum(seqs.contexts.astype(np.int64) - seqs.lens // 2, 1)
     if window is not None:
         visible = np.minimum(visible, window + np.minimum(seqs.lens, config.rows // group))
     own, other = (
