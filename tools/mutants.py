@@ -70,7 +70,7 @@ DEFECTS = (
     Defect(
         "what a preempted request finds in the cache counts as cached before it came",
         "scheduler.py",
-        "if request.num_preemptions == 0:",
+        "if request.avoids_cache or not request.was_admitted:",
         "if True:",
     ),
     Defect(

@@ -163,7 +163,7 @@ def test_a_prompt_is_looked_up_and_counted_once() -> None:
     compute(kv, first)
     assert (kv.num_lookup_tokens, kv.num_hit_tokens) == (9, 0)
     kv.free(first)
-    first.request.num_preemptions = 1
+    first.request.was_admitted = True
     compute(kv, first)  # it is recomputed
     silent = make_sequence(1, [1] * 9)
     assert kv.allocate(silent, kv.no_hit(silent), 9) is not None  # it asks for nothing
