@@ -530,7 +530,7 @@ class ModelRunner:
         self._device.copy_blocks(self.kv_cache.blocks, no_tokens)
         for number in range(1, min(len(self._hidden), _FEW_ROWS) + 1):
             logits = self._model.logits(self._hidden[:number])
-        self._sampler.compile(logits)
+        self._sampler.drawer.compile(logits, self._sampler.vocabulary)
 
     def _captured_as(self, plan: StepPlan) -> Captured | None:
         """The graph that computes the plan, padded; None if no graph does."""

@@ -284,10 +284,6 @@ class Sampler:
             choice.expand(*self._expand(logits[n:], batch, words))
         return choice
 
-    def compile(self, logits: Tensor) -> None:
-        """See Drawer.compile."""
-        self.drawer.compile(logits, self.vocabulary)
-
     def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
         """A token for each row; see Drawer.captured_draws."""
         draws = self.drawer.captured_draws(len(logits), mode)

@@ -342,7 +342,7 @@ class Connection(asyncio.Protocol):
                 if is_open_ended:
                     scope["method"] = "HEAD"
             elif is_open_ended and not self._is_lost_to_uvicorn:
-                self.transport.write(message["body"])
+                self.transport.write(message.get("body", b""))
             await send(message)
 
         return unchunked_send

@@ -67,20 +67,19 @@ class CudaDrawer(Drawer):
         places = batch.mask_places
         if places is None:
             places = np.full(batch.num_sampled, -1, np.int32)
-        return DeviceDraws(
-            self._put("rows", rows),
-            self._put("temperature", batch.temperature[of_draw]),
-            self._put("top_k", batch.top_k[of_draw]),
-            self._put("top_p", batch.top_p[of_draw]),
-            self._put("log_min_p", log_min_p[of_draw]),
-            self._put("seeds", batch.seeds[of_draw]),
-            self._put("sample_indices", sample_indices),
-            self._put("positions", batch.positions[of_draw]),
-            self._put("mask_places", places[of_draw]),
-            self._masks,
-            is_greedy=mode == "greedy",
-            is_limited=mode == "limited",
-        )
+        of_rows = self._put("rows", rows)
+        settings: dict[str, NDArray[Any]] = {
+            "temperature": batch.temperature[of_draw],
+            "top_k": batch.top_k[of_draw],
+            "top_p": batch.top_p[of_draw],
+            "log_min_p": log_min_p[of_draw],
+            "seeds": batch.seeds[of_draw],
+            "sample_indices": sample_indices,
+            "positions": batch.positions[of_draw],
+            "mask_places": places[of_draw],
+        }
+        staged = {name: self._put(name, values) for name, values in settings.items()}
+        return self._draws(of_rows, staged, mode)
 
     def select(
         self, draws: DeviceDraws, rows: Int64s, index: Tensor, owners: Int64s
@@ -112,13 +111,7 @@ class CudaDrawer(Drawer):
         if self._each_row is None:
             device = settings["seeds"].device
             self._each_row = torch.arange(self._staging.max_num_seqs, device=device)
-        return DeviceDraws(
-            self._each_row[:num_rows],
-            **settings,
-            masks=self._masks,
-            is_greedy=mode == "greedy",
-            is_limited=mode == "limited",
-        )
+        return self._draws(self._each_row[:num_rows], settings, mode)
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
@@ -136,18 +129,20 @@ class CudaDrawer(Drawer):
                 "mask_places": zeros.int() - 1,
             }
             for mode in get_args(DrawMode):
-                draws = DeviceDraws(
-                    zeros,
-                    **settings,
-                    masks=self._masks,
-                    is_greedy=mode == "greedy",
-                    is_limited=mode == "limited",
-                )
-                self.draw(edited, draws, whole)
+                self.draw(edited, self._draws(zeros, settings, mode), whole)
         for number in NUMBERS:
             # Rows begin at multiples of 16 bytes, or do not.
             for row in torch.split(logits.new_zeros((2, logits.shape[1])), 1):
                 self.best_tokens(row, min(number, logits.shape[1]))
+
+    def _draws(self, rows: Tensor, settings: dict[str, Tensor], mode: DrawMode) -> DeviceDraws:
+        return DeviceDraws(
+            rows,
+            **settings,
+            masks=self._masks,
+            is_greedy=mode == "greedy",
+            is_limited=mode == "limited",
+        )
 
     def _put(self, name: str, values: NDArray[Any]) -> Tensor:
         return self._staging.put(f"draws.{name}", values, self._staging.max_num_seqs)
