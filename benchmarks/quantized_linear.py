@@ -50,7 +50,7 @@ def main() -> None:
         "--measure", action="store_true", help="choose the fastest kernels, and keep the choice"
     )
     parser.add_argument(
-        "--copies", action="store_true", help="weights have dequantized copies beside them"
+        "--copies", action="store_true", help="weights have copies beside them, dequantized or in 7 bits"
     )
     arguments = parser.parse_args()
     results = {}
@@ -60,7 +60,12 @@ def main() -> None:
         form = FORMS[kind](dense)
         weight = form.dequantize()
         kernels = [
-            make_kernel(copied(form), dense.dtype, has_copy=arguments.copies)
+            make_kernel(
+                copied(form),
+                dense.dtype,
+                dequantized_copy=arguments.copies,
+                float7_copy=arguments.copies,
+            )
             for _ in range(num_copies(form.nbytes))
         ]
         if arguments.measure:

@@ -56,7 +56,7 @@ class Hopper:
             monkeypatch.setattr(float12, limit, 1)
         monkeypatch.setattr(layers_experts, "make_experts_kernel", self._make_experts)
         monkeypatch.setattr(layers_linear, "make_linear_kernel", self._make)
-        monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args: None)
+        monkeypatch.setattr(layers_linear, "make_quantized_kernel", lambda *args, **options: None)
         monkeypatch.setattr(CpuDevice, "weight_kernels", lambda *args: "hopper")
 
     def _make(

@@ -189,7 +189,7 @@ def test_ranks_take_what_suits_the_smallest_of_them(monkeypatch: pytest.MonkeyPa
     ]
     assert [each.quantization for each, _ in found] == [None, "fp8"]
     assert found[0][1] == model.with_copies()  # beside 34 GB of KV
-    assert found[1][1] == quantized_on_load(model, "fp8").with_copies()
+    assert found[1][1] == quantized_on_load(model, "fp8").with_copies(3)  # of 32 layers
 
 
 @needs_product

@@ -5,10 +5,7 @@ Plain Python, no torch: kernels choose by these rules, and so do `octavo memory`
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-
-from octavo.routing import expected_distinct
+from octavo.routing import tokens_of_many
 
 PIECE_ROWS, PIECE_INPUTS = 8, 64
 MOST_TOKENS = 128  # times a weight of many rows
@@ -79,16 +76,10 @@ def copied_expert_tokens(num_experts: int, top_k: int, size: int, inner: int) ->
 
     Those that are hit should have many weights: unpacking few takes as long as reading them. One
     token's kernels hold all words of some rows in registers. Of more tokens hardly any expert
-    should be taken by more than MOST_OF_EXPERT (routing.usual_most).
+    should be taken by more than MOST_OF_EXPERT.
     """
     if size % PIECE_INPUTS or inner % PIECE_INPUTS:
         return range(0)
-
-    def reads_many(num_tokens: int) -> bool:
-        hit = expected_distinct(num_tokens, num_experts, top_k)
-        return hit * 3 * size * inner >= _LEAST_OF_EXPERTS
-
+    counts = tokens_of_many(num_experts, top_k, 3 * size * inner, _LEAST_OF_EXPERTS, MOST_OF_EXPERT)
     is_one_too_long = size > MOST_GATE_INPUTS or top_k * inner > MOST_DOWN_INPUTS
-    most = math.floor((math.sqrt(1 + MOST_OF_EXPERT) - 1) ** 2 * num_experts / top_k)
-    counts = range(2 if is_one_too_long else 1, most + 1)
-    return counts[bisect_left(counts, True, key=reads_many) :]
+    return range(2, counts.stop) if is_one_too_long and 1 in counts else counts

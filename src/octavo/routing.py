@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -70,6 +71,21 @@ def expected_distinct(num_tokens: int, num_experts: int, top_k: int) -> float:
     """See RoutingConfig.expected_distinct."""
     missed: float = (1 - top_k / num_experts) ** num_tokens
     return num_experts * (1 - missed)
+
+
+def tokens_of_many(
+    num_experts: int, top_k: int, expert_weights: int, least: int, most_of_expert: int
+) -> range:
+    """Numbers of tokens that read much and compute little: of which the experts that they hit are
+    expected to have `least` weights, and hardly any expert is taken by more than
+    `most_of_expert`."""
+    most = math.floor((math.sqrt(1 + most_of_expert) - 1) ** 2 * num_experts / top_k)
+
+    def reads_many(num_tokens: int) -> bool:
+        return expected_distinct(num_tokens, num_experts, top_k) * expert_weights >= least
+
+    counts = range(1, most + 1)
+    return counts[bisect_left(counts, True, key=reads_many) :]
 
 
 def usual_most(num_tokens: int, num_experts: int, top_k: int) -> float:

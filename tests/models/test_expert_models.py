@@ -102,9 +102,14 @@ class AddedUp:
     """The GPU's kernel, with the sum that a norm takes there."""
 
     def __init__(
-        self, weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+        self,
+        weights: QuantizedExpertWeights,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        packed_tokens: range,
     ) -> None:
         assert dtype == torch.float32
+        assert not packed_tokens
         kernel = CudaExperts.of(weights, epilogue)
         assert kernel is not None
         self._kernel = kernel

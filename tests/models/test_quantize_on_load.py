@@ -76,7 +76,7 @@ def test_tokens_are_those_of_the_rounded_weights(
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
 
     # Inputs stay as they are; what rounding them changes is tested with the kernels that do.
-    monkeypatch.setattr("octavo.layers.linear.make_quantized_kernel", lambda *args: None)
+    monkeypatch.setattr("octavo.layers.linear.make_quantized_kernel", lambda *args, **options: None)
     monkeypatch.setattr("octavo.layers.linear.make_rounding_kernel", make_linear_kernel)
     expected = generated(rounded)
     with caplog.at_level(logging.INFO, logger="octavo.models.loader"):

@@ -357,6 +357,7 @@ def quantized_projections() -> None:
 
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda import linear_quantized, linear_table
+    from octavo.ops.cuda.float7 import launch_packing, pack_float7
     from octavo.ops.cuda.linear_gemv import Scales, linear_one
     from octavo.ops.cuda.linear_gemv_packed import PackedPrograms, linear_packed
     from octavo.ops.cuda.linear_quantized import launch
@@ -432,10 +433,13 @@ def quantized_projections() -> None:
             assert isinstance(tiles, linear_table.Tiles)
             if results is in_two:
                 tiles = replace(tiles, splits=1)
-            cuda_linear.launch_dense(
-                *(given, rounded.values[:, : given.values.shape[-1]], None, results, epilogue),
-                *(tiles, False, (torch.zeros(128, 1), 1)),
-            )
+            weight, of_rows = rounded.values[:, : given.values.shape[-1]], (torch.zeros(128, 1), 1)
+            words = pack_float7(torch.zeros_like(weight))
+            for packed in (None, words) if tiles.columns % 128 == 0 else (None,):
+                cuda_linear.launch_dense(
+                    given, weight, None, results, epilogue, tiles, False, of_rows, packed
+                )
+    launch_packing(weight.contiguous(), words.words)
 
 
 def few_packed() -> None:
@@ -710,6 +714,7 @@ def experts_on_hopper(
     """experts_hopper.py's kernel for blocks and tiles of each size, if it takes the form."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
+    from octavo.ops.cuda.float7 import pack_float7
     from octavo.ops.cuda.quantize import empty_inputs
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
@@ -726,7 +731,14 @@ def experts_on_hopper(
             continue
         out = torch.empty(config.top_k, num_tokens, up.size)
         inputs = empty_inputs(num_tokens, up.size, Rounding.IN_TWO, x.device)
-        launch(inputs, (up, down), (None, None), out, routed, Epilogue.SILU_MUL, tiles)
+        packed = [
+            pack_float7(torch.zeros(256, -(-each.size // 128) * 128).to(torch.float8_e4m3fn))
+            for each in matrices
+        ]
+        for words in (None, tuple(packed)) if up.scale_columns == 0 else (None,):
+            launch(
+                inputs, (up, down), (None, None), out, routed, Epilogue.SILU_MUL, tiles, words
+            )
 
 
 if __name__ == "__main__":

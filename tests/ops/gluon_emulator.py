@@ -674,7 +674,7 @@ def _assembly(
 ) -> Any:
     """What ptx_emulator.py knows; or a prefetch, which has no result; or `atom.inc` of a number in
     memory by the first lane; or `tanh`; or what lanes vote for. `pack` neighbouring words of each
-    argument have a register each, and so many elements share one of the results."""
+    argument have a register each, octets share one, and so do so many elements of the results."""
     if "prefetch" in text:
         for each in args:
             assert isinstance(each, Pointer)
@@ -700,10 +700,11 @@ def _assembly(
     assert pack * dtype[0].itemsize == 4
     registers: dict[str, Words] = {}
     for words in args:
-        assert words.dtype == torch.int32
-        numbers = words.as_subclass(Tensor).numpy().view(np.uint32)
-        for i in range(pack):
-            registers[f"${num + len(registers)}"] = numbers[..., i::pack]
+        assert words.dtype in (torch.int8, torch.int32)
+        numbers = words.as_subclass(Tensor).contiguous().numpy().view(np.uint32)
+        count = pack * words.itemsize // 4
+        for i in range(count):
+            registers[f"${num + len(registers)}"] = numbers[..., i::count]
     assert len(constraints.split(",")) == num + len(registers)
     shape = registers[f"${num}"].shape
     carry_out(text, registers)

@@ -70,9 +70,11 @@ def test_values_in_another_dtype(
 def test_rounding_is_as_exact_as_the_bits_allow(name: str, error: float) -> None:
     weight = dense(200, 384)
     values = FORMS[name](weight).dequantize()
-    largest = weight.abs().view(200, 3, 128).amax(dim=-1).repeat_interleave(128, dim=1)
-    scale = weight.abs() + 1e-3 if name.startswith("float8") else largest
-    assert ((values - weight).abs() <= error * scale.clamp(min=largest * 2**-9)).all()
+    if name.startswith("float8"):  # below 4 of 448 it has multiples of 1/2
+        scale = weight.abs().clamp(min=weight.abs().amax() * 4 / 448)
+    else:
+        scale = weight.abs().view(200, 3, 128).amax(dim=-1).repeat_interleave(128, dim=1)
+    assert ((values - weight).abs() <= error * scale).all()
 
 
 @forms

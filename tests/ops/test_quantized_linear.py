@@ -647,7 +647,7 @@ def test_many_tokens_are_multiplied_by_a_dequantized_copy(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, epilogue: Epilogue
 ) -> None:
     form = made(name, 256, 1152, hopper)
-    kernel = make_kernel(form, torch.bfloat16, has_copy=True)
+    kernel = make_kernel(form, torch.bfloat16, dequantized_copy=True)
     assert kernel is not None
     assert kernel._copy is not None
     assert kernel._copy.dtype == torch.bfloat16
@@ -686,7 +686,7 @@ def test_weights_that_were_just_dequantized_are_not_loaded_early(
     """Our kernels load weights before the preceding ones have ended, of which one writes these."""
     monkeypatch.setattr(linear_quantized, "candidates", lambda product: (LIBRARY,))
     form = made("int4", 256, 1152, hopper)
-    kernel = make_kernel(form, torch.bfloat16, has_copy=has_copy)
+    kernel = make_kernel(form, torch.bfloat16, dequantized_copy=has_copy)
     assert kernel is not None
     kernel._takes_integers = False
     read: list[Tensor] = []
@@ -811,7 +811,7 @@ def test_inputs_may_stand_in_another_order(hopper: torch.device, has_copy: bool)
     plain = GroupedInt.quantize(weight, 4, 128)
     form = GroupedInt.from_values(plain.values(), plain.scales, None, 4, permutation)
     dtype = torch.float16 if has_copy else torch.bfloat16
-    kernel = make_kernel(form, dtype, has_copy=has_copy)
+    kernel = make_kernel(form, dtype, dequantized_copy=has_copy)
     assert kernel is not None
     for num_tokens in (300,) if has_copy else (1, 20, 300):
         x = inputs(num_tokens, 256, dtype, hopper)
@@ -933,7 +933,7 @@ def test_which_inputs_are_rounded_in_parts() -> None:
 def test_rounded_inputs_have_no_use_for_a_copy(hopper: torch.device) -> None:
     form = ScaledFloat8.quantize(torch.randn(64, 256, device=hopper), (1, 256), True)
     for dtype, has_copy in ((torch.bfloat16, False), (torch.float16, True)):
-        kernel = make_kernel(form, dtype, has_copy=True)
+        kernel = make_kernel(form, dtype, dequantized_copy=True)
         assert kernel is not None
         assert (kernel._copy is not None) == has_copy
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from octavo import float12
+from octavo import float7, float12
 from octavo.errors import ConfigError
 from octavo.float12 import PIECE_ROWS
 from octavo.parallel import OPTION, WHOLE, Shard
@@ -21,9 +21,12 @@ NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
-# In which form a device holds a weight a second time: of one in bfloat16 in 12 bits, which few
-# tokens are multiplied by; or of a quantized one in the model's dtype, for many tokens.
-CopyForm = Literal["float12", "dequantized"]
+# In which form a device holds a weight a second time: of one in bfloat16 in 12 bits, or of one in
+# FP8 in 7 bits, which few tokens are multiplied by; or of another quantized one in the model's
+# dtype, for many tokens.
+CopyForm = Literal["float12", "float7", "dequantized"]
+# Bytes of a weight of whose copy few tokens read fewer.
+_COPIED_BYTES: dict[CopyForm | None, int] = {"float12": 2, "float7": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +119,13 @@ class LinearConfig:
 
     def with_copy(self, form: CopyForm | None) -> LinearConfig:
         """The same projection with a copy in that form, if it is of use for its W."""
+        is_quantized = self.method == "quantized"
         if form == "float12":
             has_use = float12.has_use(self.out_features, self.in_features)
+        elif form == "float7":
+            has_use = is_quantized and float7.has_use(self.out_features, self.in_features)
         else:
-            has_use = self.method == "quantized"
+            has_use = is_quantized
         return replace(self, copy=form if has_use else None)
 
     @property
@@ -129,24 +135,28 @@ class LinearConfig:
             return 0
         if self.copy == "dequantized":
             return 2 * self.out_features * self.in_features
-        return float12.copy_bytes(self.out_features, self.in_features)
+        count = float7.copy_bytes if self.copy == "float7" else float12.copy_bytes
+        return count(self.out_features, self.in_features)
 
     def copy_saves(self, num_tokens: int, is_chained: bool = False) -> int:
-        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copy: 0 of
-        a dequantized one, which products read that arithmetic bounds.
+        """How many bytes fewer than those of W are read for so many tokens because of the copy: 0
+        of a dequantized one, which products read that arithmetic bounds.
 
         is_chained: see LayerConfig.chains_projections.
         """
         if num_tokens not in self._copied_tokens(is_chained):
             return 0
-        return 2 * self.out_features * self.in_features - self.copy_bytes
+        return _COPIED_BYTES[self.copy] * self.out_features * self.in_features - self.copy_bytes
 
     @property
     def copied_tokens(self) -> range:
-        """For which numbers of tokens a copy in 12 bits is read by a projection in no chain."""
+        """For which numbers of tokens a copy in 12 or 7 bits is read by a projection in no
+        chain."""
         return self._copied_tokens(is_chained=False)
 
     def _copied_tokens(self, is_chained: bool) -> range:
+        if self.copy == "float7":
+            return float7.copied_tokens(self.out_features, self.in_features)
         if self.copy != "float12":
             return range(0)
         return float12.copied_tokens(self.out_features, self.in_features, is_chained)
@@ -426,8 +436,8 @@ class ExpertsConfig:
         return replace(self, method=method, shared=shared)
 
     def with_copies(self, of_shared: CopyForm | None, of_experts: CopyForm | None) -> ExpertsConfig:
-        """The same experts with copies, as far as their form takes them: beside those in bfloat16,
-        a Hopper GPU has them in 12 bits."""
+        """The same experts with copies, as far as their form takes them: a Hopper GPU has them
+        beside those in bfloat16 in 12 bits, and beside those in FP8 in 7."""
         shared = None if self.shared is None else replace(self.shared, copies=of_shared)
         return replace(self, shared=shared, copies=of_experts)
 
@@ -436,13 +446,14 @@ class ExpertsConfig:
         """What the copies of all experts that a router chooses from take; 0: there are none."""
         if not self.copied_tokens:
             return 0
-        up = float12.copy_bytes(2 * self.intermediate_size, self.hidden_size)
-        down = float12.copy_bytes(self.hidden_size, self.intermediate_size)
+        count = float7.copy_bytes if self.copies == "float7" else float12.copy_bytes
+        up = count(2 * self.intermediate_size, self.hidden_size)
+        down = count(self.hidden_size, self.intermediate_size)
         return self.routing.num_experts * (up + down)
 
     def copy_saves(self, num_tokens: int) -> int:
-        """How many bytes fewer are read for so many tokens, in bfloat16, because of the copies, if
-        all choices of experts are equally likely."""
+        """How many bytes fewer than those of the experts are read for so many tokens because of the
+        copies, if all choices of experts are equally likely."""
         if num_tokens not in self.copied_tokens:
             return 0
         routing = self.routing
@@ -454,17 +465,19 @@ class ExpertsConfig:
         """How many bytes fewer the copies have than all experts that a router chooses from."""
         if not self.copied_tokens:
             return 0
-        return 2 * self.routing.num_experts * self.expert_parameters - self.copy_bytes
+        num_weights = self.routing.num_experts * self.expert_parameters
+        return _COPIED_BYTES[self.copies] * num_weights - self.copy_bytes
 
     @property
     def copied_tokens(self) -> range:
         """For which numbers of tokens the copies are read; for none, if there are no copies."""
+        routing = self.routing
+        sizes = routing.num_experts, routing.top_k, self.hidden_size, self.intermediate_size
+        if self.copies == "float7" and self.method == "quantized":
+            return float7.copied_expert_tokens(*sizes)
         if self.copies != "float12" or self.method != "plain" or self.bias:
             return range(0)
-        routing, size = self.routing, self.hidden_size
-        return float12.copied_expert_tokens(
-            routing.num_experts, routing.top_k, size, self.intermediate_size
-        )
+        return float12.copied_expert_tokens(*sizes)
 
     @property
     def has_down_bias(self) -> bool:

@@ -335,7 +335,9 @@ class QuantizedExperts(LoadedExperts):
         kernel = None
         if isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight):
             quantized = QuantizedExpertWeights(up, down, *self._biases())
-            kernel = make_quantized_experts_kernel(quantized, epilogue, self._dtype)
+            kernel = make_quantized_experts_kernel(
+                quantized, epilogue, self._dtype, self.config.copied_tokens
+            )
         if kernel is None:
             dense_up, dense_down = _dense(up, self._dtype), _dense(down, self._dtype)
             weights = ExpertWeights(dense_up, dense_down, *self._biases())

@@ -248,9 +248,13 @@ class QuantizedLinear(Projection):
         form, dtype = joined_form(self._slots), self._slots[0].dtype
         kernel = None
         if form is not None:
-            is_copied = self.config.copy == "dequantized"
             kernel = make_quantized_kernel(
-                form, dtype, self.is_chained, is_copied, self.follows_experts
+                form,
+                dtype,
+                self.is_chained,
+                dequantized_copy=self.config.copy == "dequantized",
+                float7_copy=self.config.copy == "float7",
+                follows_experts=self.follows_experts,
             )
         if kernel is None:
             dense = [slot.dense() for slot in self._slots]

@@ -558,6 +558,8 @@ class ModelConfig(ModelDescription):
         quantization = self.quantization
         if quantization is None or quantization.weight_bytes is None:
             return "float12"
+        if quantization.fits_float7:
+            return "float7"
         return "dequantized" if quantization.is_unpacked else None
 
     def with_copies(
@@ -577,7 +579,7 @@ class ModelConfig(ModelDescription):
         """The same model with copies of projections in the first `num_layers` alone, and of experts
         in the first `num_expert_layers`."""
         form = self.copy_form
-        of_experts = form if form == "float12" else None
+        of_experts = None if form == "dequantized" else form
 
         def copied(begin: int, end: int) -> list[LayerConfig]:
             forms = (

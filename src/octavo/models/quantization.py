@@ -162,6 +162,12 @@ class Quantization:
         product, weights of 16 bits take less time."""
         return self.form == "int" or (self.form == "float8" and not self.quantizes_inputs)
 
+    @property
+    def fits_float7(self) -> bool:
+        """Whether weights are numbers of which copies in 7 bits lose nothing: those that are
+        quantized on load, with a scale for each output."""
+        return self.form == "float8" and self.method == ON_LOAD_METHOD and not self.block
+
     def kept_by(self, kernels: WeightKernels) -> KeptParts:
         """What a device with such kernels keeps as it is stored, as a rule."""
         return KeptParts(self._keeps_projections(kernels), self.of_experts._keeps_experts(kernels))

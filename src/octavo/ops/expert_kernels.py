@@ -114,18 +114,25 @@ def list_experts(ids: Tensor, num_experts: int, num_hit: Tensor) -> Any:
 
 
 def make_quantized_experts_kernel(
-    weights: QuantizedExpertWeights, epilogue: Epilogue, dtype: torch.dtype
+    weights: QuantizedExpertWeights,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+    packed_tokens: range = range(0),
 ) -> ExpertsKernel | None:
     """The fastest kernel for quantized forms and inputs of `dtype`; `epilogue` is gated.
 
     None: there is none on this device, or for such forms.
+
+    packed_tokens: how many are multiplied by copies in 7 bits, if the weights have that form; only
+        for Hopper GPUs.
     """
     if weights.up.device.type != "cuda":
         return None
     from octavo.ops.cuda.experts import CudaExperts
     from octavo.ops.cuda.experts_mx_hopper import MxExperts
 
-    return MxExperts.of(weights, epilogue, dtype) or CudaExperts.of(weights, epilogue)
+    of_mx = MxExperts.of(weights, epilogue, dtype)
+    return of_mx or CudaExperts.of(weights, epilogue, packed_tokens)
 
 
 def make_experts_kernel(

@@ -11,8 +11,8 @@ core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 6
 Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
 
 On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS. On
-Hopper many have copies beside them: in 12 bits (cuda/linear_copied.py), or dequantized
-(cuda/linear_quantized.py).
+Hopper many have copies beside them: in 12 bits (cuda/linear_copied.py), or, if they are quantized,
+in 7 bits or dequantized (cuda/linear_quantized.py).
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def make_quantized_kernel(
     dtype: torch.dtype,
     is_chained: bool = False,
     dequantized_copy: bool = False,
+    float7_copy: bool = False,
     follows_experts: bool = False,
 ) -> LinearKernel | None:
     """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
@@ -161,13 +162,22 @@ def make_quantized_kernel(
         is_chained: see make_linear_kernel.
         dequantized_copy: many tokens are multiplied by a copy of W in `dtype`; only asked for on
             Hopper GPUs, and without a meaning on a CPU.
+        float7_copy: few tokens are multiplied by a copy of W in 7 bits, if W has that form; as for
+            dequantized ones.
         follows_experts: of one token, this product alone comes directly after quantized experts.
     """
     if weight.device.type != "cuda":
         return int8.make_kernel(weight, dtype)
     from octavo.ops.cuda.linear_quantized import make_kernel
 
-    return make_kernel(weight, dtype, is_chained, dequantized_copy, follows_experts)
+    return make_kernel(
+        weight,
+        dtype,
+        is_chained=is_chained,
+        dequantized_copy=dequantized_copy,
+        float7_copy=float7_copy,
+        follows_experts=follows_experts,
+    )
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

@@ -27,7 +27,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from octavo.float7 import UNIT as FLOAT7_UNIT
+
 FLOAT8_MAX = 448.0  # of e4m3
+_MOST_ERROR_OF_FEWER = 1.01  # of e4m3 in 7 bits, as a multiple of e4m3's
 FLOAT16_NORMAL = 2.0**-14  # smaller numbers in float16 are multiples of FLOAT16_STEP
 FLOAT16_STEP = 2.0**-24
 MX_BLOCK = 32  # inputs that share an exponent
@@ -295,7 +298,12 @@ class ScaledFloat8(QuantizedWeight):
         cls, dense: Tensor, block: tuple[int, int], quantizes_inputs: bool = False
     ) -> Self:
         """Round a weight [..., out_features, in_features] so that each block's largest value is
-        FLOAT8_MAX."""
+        FLOAT8_MAX.
+
+        The numbers are those of e4m3 that 7 bits hold (ops/cuda/float7.py): below 4, multiples of
+        1/2. Only an output whose error would grow by more than 1% gets all numbers of e4m3: one
+        whose largest weight is many times the others, or one that had been in FP8 before.
+        """
         num_rows, num_columns = dense.shape[-2:]
         rows, columns = min(block[0], num_rows), min(block[1], num_columns)
         padding = (0, -num_columns % columns, 0, -num_rows % rows)
@@ -306,6 +314,14 @@ class ScaledFloat8(QuantizedWeight):
         spread = _spread_blocks(scales, (rows, columns), (num_rows, num_columns))
         values = (dense.float() / spread).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
         weight = values.to(torch.float8_e4m3fn)
+        # Times 2 ** -UNIT, where they have three bits of exponent alone.
+        fewer = (values * 2.0**-FLOAT7_UNIT).to(torch.float8_e4m3fn).float().mul_(2.0**FLOAT7_UNIT)
+        error, error_of_fewer = (
+            (values - rounded).square_().sum(dim=-1, keepdim=True)
+            for rounded in (weight.float(), fewer)
+        )
+        is_enough = error_of_fewer <= _MOST_ERROR_OF_FEWER**2 * error
+        weight = torch.where(is_enough, fewer.to(torch.float8_e4m3fn), weight)
         return cls(weight, scales, (rows, columns), quantizes_inputs)
 
     @property

@@ -26,6 +26,8 @@ _HOPPER_MEMORY = 227_000  # the same, for experts_hopper.py and experts_hopper_f
 HOPPER_REGISTERS = 112
 GATHERING_WARPS = 4
 GATHERING_REGISTERS = 88  # of a thread
+# The same of experts_hopper.py, whose other warps may unpack weights.
+FLOAT8_GATHERING_REGISTERS = 56
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
 _ONE_TOKEN_ELEMENTS = 8192  # of weights that a program for one token loads at once, of each kind

@@ -26,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.float7 import PIECE_ROWS
 from octavo.ops.cuda.devices import is_on_hopper, num_sms, shared_memory
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import (
     EXACT_TOKENS,
-    GATHERING_REGISTERS,
+    FLOAT8_GATHERING_REGISTERS,
     GATHERING_WARPS,
     HOPPER_EXACT_TOKENS,
     HOPPER_REGISTERS,
@@ -47,6 +48,7 @@ from octavo.ops.cuda.expert_weights import (
     MX_FLOAT4,
     WORDS,
     ExpertMatrices,
+    Format,
     has_bfloat16_pairs,
     load_tile,
     unpack,
@@ -60,6 +62,7 @@ from octavo.ops.cuda.experts_one_float8 import (
     takes_one,
 )
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
+from octavo.ops.cuda.float7 import Float7Weight, pack_float7, takes_float7
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import round_inputs
 from octavo.ops.cuda.routing import BlockLists
@@ -81,7 +84,8 @@ _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
 class CudaExperts:
-    """Uses the experts' weights in place, but for packed ones, which are rearranged."""
+    """Uses the experts' weights in place, but for packed ones, which are rearranged; may own copies
+    of FP8 in 7 bits."""
 
     def __init__(
         self,
@@ -89,11 +93,17 @@ class CudaExperts:
         down: ExpertMatrices,
         biases: tuple[Tensor | None, Tensor | None],
         epilogue: Epilogue,
+        packed_tokens: range = range(0),
     ) -> None:
+        """packed_tokens: see make_quantized_experts_kernel."""
         assert epilogue.is_gated
         self._up, self._down = up, down
         self._biases = biases
         self._epilogue = epilogue
+        self._packed_tokens = packed_tokens
+        self._packed: tuple[Float7Weight, Float7Weight] | None = None
+        if packed_tokens and _takes_words(up) and _takes_words(down):
+            self._packed = _in_words(up), _in_words(down)
         # For one token on Hopper GPUs; None: other kernels compute it.
         self._one_float8: tuple[Float8Projection, Float8Projection] | None = None
         if is_on_hopper(up.values.device) and biases == (None, None):
@@ -103,13 +113,17 @@ class CudaExperts:
 
     @classmethod
     def of(
-        cls, weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+        cls,
+        weights: ExpertWeights | QuantizedExpertWeights,
+        epilogue: Epilogue,
+        packed_tokens: range = range(0),
     ) -> CudaExperts | None:
         """None: the kernels do not know their form, or not on this GPU."""
         up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
         if up is None or down is None or up.format.is_packed != down.format.is_packed:
             return None
-        return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
+        biases = weights.up_bias, weights.down_bias
+        return cls(up, down, biases, epilogue, packed_tokens)
 
     def rounding(self, num_tokens: int, top_k: int) -> Rounding:
         """See ExpertsKernel.rounding."""
@@ -146,7 +160,10 @@ class CudaExperts:
         out = empty_parts(x, top_k, exact_tokens)
         if tiles is not None:
             inputs = routed.inputs or round_inputs(x, Rounding.IN_TWO)
-            launch_on_hopper(inputs, (up, down), self._biases, out, routed, self._epilogue, tiles)
+            packed = self._packed if num_tokens in self._packed_tokens else None
+            launch_on_hopper(
+                inputs, (up, down), self._biases, out, routed, self._epilogue, tiles, packed
+            )
         else:
             inner = x.new_empty((num_tokens * top_k, down.size))
             _launch(x, up, up_bias, inner, routed, self._epilogue)
@@ -197,8 +214,12 @@ def launch_on_hopper(
     routed: Routed,
     epilogue: Epilogue,
     tiles: HopperTiles,
+    packed: tuple[Float7Weight, Float7Weight] | None = None,
 ) -> None:
-    """Both projections of all experts, by experts_hopper.py."""
+    """Both projections of all experts, by experts_hopper.py.
+
+    packed: the same weights in 7 bits, which are read instead.
+    """
     from triton.experimental.gluon import language as gl
 
     lists: BlockLists = routed.lists
@@ -217,11 +238,11 @@ def launch_on_hopper(
         inner,
         up.scales.new_empty((num_blocks, down_steps, tokens)),
         out,
-        _stored_descriptor(up),
-        up.values,
+        *_stored_descriptors(up, packed and packed[0]),
+        up.values if packed is None else packed[0].words.view(torch.uint8),
         up.scales,
         biases[0],
-        _stored_descriptor(down),
+        *_stored_descriptors(down, packed and packed[1]),
         down.scales,
         biases[1],
         lists.rows,
@@ -239,6 +260,7 @@ def launch_on_hopper(
         up.scales.shape[2],
         down.scales.stride(0),
         down.scales.shape[2],
+        up.size * (1 if packed is None else 7),
         TOP_K=top_k,
         TOKENS=tokens,
         STAGES=tiles.stages,
@@ -246,23 +268,37 @@ def launch_on_hopper(
         SCALE_COLUMNS=(up.scale_columns, down.scale_columns),
         EPILOGUE=int(epilogue),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([2 * tokens, BLOCK], gl.float8e4nv),
-        AHEAD=min(tiles.ahead, up.size),
+        AHEAD=min(tiles.ahead, up.size) * (1 if packed is None else 7),
         GATHERING_WARPS=GATHERING_WARPS,
-        GATHERING_REGISTERS=GATHERING_REGISTERS,
+        GATHERING_REGISTERS=FLOAT8_GATHERING_REGISTERS,
         num_warps=ROWS // 16,
         maxnreg=HOPPER_REGISTERS,
         **launch_options(out.device),
     )
 
 
-def _stored_descriptor(weight: ExpertMatrices) -> Any:
-    """The TMA descriptor of the rows of all experts, for experts_hopper.py."""
+def _takes_words(weight: ExpertMatrices) -> bool:
+    """Whether the weights of experts may be stored in 7 bits: pieces of rows begin where experts
+    and the ups of each begin."""
+    if weight.format != Format.FLOAT8 or weight.scale_columns or weight.num_rows % (2 * PIECE_ROWS):
+        return False
+    return takes_float7(weight.values.flatten(0, 1))
+
+
+def _in_words(weight: ExpertMatrices) -> Float7Weight:
+    return pack_float7(weight.values.flatten(0, 1))
+
+
+def _stored_descriptors(weight: ExpertMatrices, packed: Float7Weight | None) -> tuple[Any, ...]:
+    """The TMA descriptors of the rows of all experts, for experts_hopper.py."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    if packed is not None:
+        return packed.descriptors(ROWS)
     shape = [ROWS, BLOCK]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
-    return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout)
+    return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout), None, None
 
 
 def _launch(

@@ -39,9 +39,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.float7 import PIECE_ROWS, UNIT
 from octavo.ops.cuda.claims import claim, claimed, make_claims
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK
+from octavo.ops.cuda.float7 import allocate, descriptors_of, fetch_words, left_operand
 from octavo.ops.cuda.grouped_hopper import (
     await_gates,
     count_tiles,
@@ -62,37 +64,48 @@ from octavo.ops.quantized import Rounding
 
 ROWS = BLOCK  # of each of two matrices in a tile: outputs of gates are the inputs of a step
 _BLOCK = tl.constexpr(BLOCK)  # inputs at once
+_ROWS = tl.constexpr(ROWS)
+_PIECE_ROWS, _UNIT = tl.constexpr(PIECE_ROWS), tl.constexpr(UNIT)
 _GROUP = tl.constexpr(Rounding.IN_TWO.group // BLOCK)  # steps whose inputs share a scale
 
 
 @gluon.jit
+def _fetch_matrix(sources, tiles, bar, row, step, place):
+    """Load a step of a matrix of a tile: FP8 as it is, or in 7 bits (float7.py)."""
+    if len(sources) == 1:
+        column = step * sources[0].block_type.shape[1]
+        fetch_tile(sources[0], [row, column], bar, tiles[0].index(place))
+    else:
+        fetch_words(sources, tiles, bar, row // _PIECE_ROWS, step, place)
+
+
+@gluon.jit
 def _fetch(
-    weight, lists, buffers, claims, counter, work, state, shape, num_steps, GATED: gl.constexpr
+    sources, lists, buffers, claims, counter, work, state, shape, num_steps, GATED: gl.constexpr
 ):
     """Load the weights of a projection, and claim tiles; the state after its last one."""
     tile, count, step = state
     num_tiles, before = work
-    tiles, up_tiles, ready, free = buffers
+    tiles, ready, free = buffers
     num_outputs, row_tiles, per_expert = shape
-    STAGES: gl.constexpr = tiles.shape[0]
-    ROWS: gl.constexpr = tiles.shape[1]
-    WIDTH: gl.constexpr = tiles.shape[2]
-    BYTES: gl.constexpr = 2 * weight.block_type.nbytes
+    STAGES: gl.constexpr = ready.shape[0]
+    IN_BITS: gl.constexpr = 8 if len(sources) == 1 else 7
+    BYTES: gl.constexpr = 2 * _ROWS * _BLOCK * IN_BITS // 8
     tile -= before
     expert, _, _ = first_block(lists, tile, num_tiles, row_tiles, GATED)
     while tile < num_tiles:
         if GATED:
-            row = expert * per_expert + tile % row_tiles * ROWS
+            row = expert * per_expert + tile % row_tiles * _ROWS
             up_row = row + num_outputs
         else:
-            row = expert * per_expert + tile % row_tiles * (2 * ROWS)
-            up_row = row + ROWS
+            row = expert * per_expert + tile % row_tiles * (2 * _ROWS)
+            up_row = row + _ROWS
         for k in range(num_steps):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            fetch_tile(weight, [row, k * WIDTH], ready.index(stage), tiles.index(stage))
-            fetch_tile(weight, [up_row, k * WIDTH], ready.index(stage), up_tiles.index(stage))
+            _fetch_matrix(sources, tiles, ready.index(stage), row, k, 2 * stage)
+            _fetch_matrix(sources, tiles, ready.index(stage), up_row, k, 2 * stage + 1)
             step += 1
         tile = claim(claims, count, counter) - before
         count += 1
@@ -101,22 +114,29 @@ def _fetch(
 
 
 @gluon.jit
-def _fetch_to_l2(values, shape, size, num_experts, ROWS: gl.constexpr, AHEAD: gl.constexpr):
-    """Have AHEAD bytes of each row of this program's first tile on their way to the L2 cache while
-    the lists are made: as if each expert had one block, which is nearly so with many tokens."""
+def _fetch_to_l2(
+    values, shape, line_bytes, num_experts, LINE_ROWS: gl.constexpr, AHEAD: gl.constexpr
+):
+    """Have AHEAD bytes of each line of this program's first tile on their way to the L2 cache while
+    the lists are made: as if each expert had one block, which is nearly so with many tokens.
+
+    LINE_ROWS: rows of W that a line of memory holds.
+    """
     num_outputs, row_tiles, per_expert = shape
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LINES: gl.constexpr = _ROWS // LINE_ROWS
     tile = gl.program_id(0)
     expert = gl.minimum(tile // row_tiles, num_experts - 1)
-    first = tile % row_tiles * ROWS
-    for start in gl.static_range(0, 2 * ROWS, 32):
-        rows = first + start % ROWS + gl.arange(0, 32, layout=LANES)
-        rows = gl.minimum(rows, num_outputs - 1) + start // ROWS * num_outputs
-        rows += expert * per_expert
+    first = tile % row_tiles * LINES
+    for start in gl.static_range(0, 2 * LINES, 32):
+        lines = start + gl.arange(0, 32, layout=LANES)
+        half = lines // LINES
+        lines = gl.minimum(first + lines % LINES, num_outputs // LINE_ROWS - 1)
+        lines += half * (num_outputs // LINE_ROWS) + expert * (per_expert // LINE_ROWS)
         gl.inline_asm_elementwise(
             f"cp.async.bulk.prefetch.L2.global [$1], {AHEAD}; mov.b32 $0, 0;",
             "=r,l",
-            [values + rows.to(gl.int64) * size],
+            [values + lines.to(gl.int64) * line_bytes],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -135,13 +155,14 @@ def _fetch_all(
     claims,
     shapes,
     num_steps,
-    size,
+    line_bytes,
     AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that loads weights."""
     if AHEAD > 0:
-        _fetch_to_l2(values, shapes[0], size, num_experts, buffers[0].shape[1], AHEAD)
+        LINE_ROWS: gl.constexpr = 1 if len(weights[0]) == 1 else _PIECE_ROWS
+        _fetch_to_l2(values, shapes[0], line_bytes, num_experts, LINE_ROWS, AHEAD)
     if PDL:
         tl.extra.cuda.gdc_wait()
     num = gl.load(num_blocks, cache_modifier=".cg")
@@ -283,13 +304,20 @@ def _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE: gl.
 
 
 @gluon.jit
-def _product(tiles, x_tiles, stage, LAYOUT: gl.constexpr):
+def _left(tiles, place, LAYOUT: gl.constexpr):
+    """The left operand at that place: in shared memory as it is, or unpacked in registers."""
+    if len(tiles) == 1:
+        left = tiles[0].index(place)
+    else:
+        left = left_operand(tiles, place, LAYOUT)
+    return left
+
+
+@gluon.jit
+def _product(left, x_tiles, stage, none):
     """Begin to multiply weights and inputs."""
     xs = x_tiles.index(stage).permute((1, 0))
-    ROWS: gl.constexpr = tiles.shape[1]
-    COLUMNS: gl.constexpr = x_tiles.shape[1]
-    none = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    return warpgroup_mma(tiles.index(stage), xs, none, use_acc=False, is_async=True)
+    return warpgroup_mma(left, xs, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -317,17 +345,20 @@ def _add_steps(
     COUNT: gl.constexpr,
 ):
     """acc and up plus the sums of COUNT steps, of which k is the first, and the step after them:
-    those of one matrix are added while the other is multiplied."""
-    tiles, up_tiles, x_tiles, x_scales, ready, free = buffers
-    STAGES: gl.constexpr = tiles.shape[0]
+    those of one matrix are added while the other is multiplied, or unpacked."""
+    tiles, x_tiles, x_scales, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     BOTH: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * TOKENS, 32]
     )
     BY_TOKEN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    # Unpacked weights are in registers, of which two products at once would take too many.
+    IS_PACKED: gl.constexpr = len(tiles) > 1
     stage = step % STAGES
-    up_part = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
+    none = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
+    up_part = none
     of_token = gl.zeros([TOKENS], gl.float32, BY_TOKEN)
     own = 1.0
     up_own = 1.0
@@ -341,16 +372,25 @@ def _add_steps(
             next_up_own = gl.load(up_scales + column)
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         fence_async_shared()  # copies of inputs, unlike those by TMA, need it
-        part = _product(tiles, x_tiles, stage, BOTH)
+        left = _left(tiles, 2 * stage, BOTH)
+        part = none
+        if not IS_PACKED:
+            part = _product(left, x_tiles, stage, none)
         if i > 0:
-            up_part = warpgroup_mma_wait(1, deps=[up_part])
+            up_part = warpgroup_mma_wait(0 if IS_PACKED else 1, deps=[up_part])
             sync_threads()
             mbarrier.arrive(free.index(before), count=1)
             up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
-        up_part = _product(up_tiles, x_tiles, stage, BOTH)
+        if IS_PACKED:
+            part = _product(left, x_tiles, stage, none)
+        left = _left(tiles, 2 * stage + 1, BOTH)
         of_token = x_scales.index(stage).load(BY_TOKEN)
-        part = warpgroup_mma_wait(1, deps=[part])
+        if not IS_PACKED:
+            up_part = _product(left, x_tiles, stage, none)
+        part = warpgroup_mma_wait(0 if IS_PACKED else 1, deps=[part])
         acc = _added(acc, part, of_token, own, SCALE_COLUMNS)
+        if IS_PACKED:
+            up_part = _product(left, x_tiles, stage, none)
         up_own = next_up_own
         step += 1
     up_part = warpgroup_mma_wait(0, deps=[up_part])
@@ -385,8 +425,8 @@ def _multiply(
     num_tiles, before = work
     weight_scales, bias, scale_stride, num_scales = factors
     num_outputs, row_tiles, per_expert = shape
-    ROWS: gl.constexpr = buffers[0].shape[1]
-    TOKENS: gl.constexpr = buffers[2].shape[1] // 2
+    ROWS: gl.constexpr = 16 * gl.num_warps()
+    TOKENS: gl.constexpr = buffers[1].shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 32]
     )
@@ -428,8 +468,9 @@ def _multiply(
         count += 1
         next_expert, next_begin, next_end = next_block(lists, following, num_tiles, row_tiles)
         if SCALE_COLUMNS == 0:
-            acc = acc * own[:, None]
-            up = up * up_own[:, None]
+            FACTOR: gl.constexpr = 1.0 if len(buffers[0]) == 1 else 2.0**_UNIT
+            acc = acc * (own * FACTOR)[:, None]
+            up = up * (up_own * FACTOR)[:, None]
         if bias is not None:
             places = bias + expert.to(gl.int64) * per_expert
             acc = acc + gl.load(places + rows).to(gl.float32)[:, None]
@@ -492,10 +533,14 @@ def grouped_kernel(
     inner_scales,
     out,
     up,
+    up_pairs,
+    up_singles,
     up_values,
     up_scales,
     up_bias,
     down,
+    down_pairs,
+    down_singles,
     down_scales,
     down_bias,
     rows,
@@ -513,6 +558,7 @@ def grouped_kernel(
     up_num_scales,
     down_scale_stride,
     down_num_scales,
+    line_bytes,
     TOP_K: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -537,8 +583,9 @@ def grouped_kernel(
             activation in the order of `rows`.
         inner_scales: [max_blocks, steps of the down projection, TOKENS].
         out: [TOP_K, num_tokens, size].
-        up, down: descriptors of ExpertMatrices.values, all experts' rows one below the other.
-        up_values: what `up` describes.
+        up, down: descriptors of ExpertMatrices.values, all experts' rows one below the other; or
+            of their words in 7 bits (float7.py), with `..._pairs` and `..._singles`.
+        up_values: what `up` describes, in lines of `line_bytes`: rows, or pieces of rows.
         up_scales, down_scales: of ExpertMatrices; `..._stride` from an expert's to the next one's,
             `..._num_scales` of a row, or of a row of blocks.
         rows, experts, begins, ends, num_blocks: BlockLists.
@@ -549,12 +596,11 @@ def grouped_kernel(
         AHEAD: see _fetch_to_l2.
         X_LAYOUT: of the inputs of a step in shared memory.
     """
-    ROWS: gl.constexpr = up.block_type.shape[0]
-    WIDTH: gl.constexpr = up.block_type.shape[1]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(up.dtype, [STAGES, ROWS, WIDTH], up.layout)
-    up_tiles = gl.allocate_shared_memory(up.dtype, [STAGES, ROWS, WIDTH], up.layout)
-    x_tiles = gl.allocate_shared_memory(up.dtype, [STAGES, 2 * TOKENS, _BLOCK], X_LAYOUT)
+    ups = descriptors_of(up, up_pairs, up_singles)
+    downs = descriptors_of(down, down_pairs, down_singles)
+    tiles = allocate(ups, 2 * STAGES)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * TOKENS, _BLOCK], X_LAYOUT)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -568,7 +614,7 @@ def grouped_kernel(
     lists = (experts, begins, ends, rows)
     counter = progress + 1
     done = progress + 2
-    shapes = shapes_of(num_inner, size, ROWS)
+    shapes = shapes_of(num_inner, size, _ROWS)
     num_steps = (gl.cdiv(size, _BLOCK), gl.cdiv(num_inner, _BLOCK))
     gl.warp_specialize(
         [
@@ -578,7 +624,7 @@ def grouped_kernel(
                     lists,
                     num_blocks,
                     done,
-                    (tiles, up_tiles, x_tiles, x_scales, ready, free),
+                    (tiles, x_tiles, x_scales, ready, free),
                     claims,
                     (
                         (up_scales, up_bias, up_scale_stride, up_num_scales),
@@ -617,17 +663,17 @@ def grouped_kernel(
             (
                 _fetch_all,
                 (
-                    (up, down),
+                    (ups, downs),
                     up_values,
                     num_experts,
                     lists,
                     num_blocks,
                     counter,
-                    (tiles, up_tiles, ready, free),
+                    (tiles, ready, free),
                     claims,
                     shapes,
                     num_steps,
-                    size,
+                    line_bytes,
                     AHEAD,
                     PDL,
                 ),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.devices import is_on_hopper
+from octavo.ops.cuda.float7 import Float7Weight
 from octavo.ops.cuda.linear_gemv import linear_one, pays_to_norm
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
@@ -216,6 +217,7 @@ def launch_dense(
     tiles: Tiles,
     is_partial: bool,
     scales: tuple[Tensor, int] | None = None,
+    packed: Float7Weight | None = None,
 ) -> None:
     """Run linear_hopper's kernel.
 
@@ -223,6 +225,7 @@ def launch_dense(
     out: may take two float8 numbers each, with a scale for the rows of each tile, if there are no
         splits.
     scales: of W in float8, float32 per so many rows.
+    packed: W in 7 bits, which is read instead, with its own scales.
     """
     from octavo.ops.cuda.linear_hopper import linear_kernel
 
@@ -245,9 +248,13 @@ def launch_dense(
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     row_scales, block_rows = scales or (None, 1)
+    if packed is None:
+        sources = block_descriptor(weight, tiles.rows, tiles.columns), None, None
+    else:
+        sources = packed.descriptors(tiles.rows)
     linear_kernel[grid](
         block_descriptor(given, numbers * tiles.tokens, tiles.columns),
-        block_descriptor(weight, tiles.rows, tiles.columns),
+        *sources,
         x_scales,
         row_scales,
         bias,

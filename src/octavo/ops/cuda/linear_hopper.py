@@ -23,26 +23,57 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.float7 import PIECE_INPUTS, PIECE_ROWS
 from octavo.ops.cuda.epilogues_hopper import finish, finish_in_two, over_rows, over_tokens
+from octavo.ops.cuda.float7 import (
+    PIECE_WORDS,
+    allocate,
+    descriptors_of,
+    fetch_words,
+    left_halves,
+    left_operand,
+)
 from octavo.ops.cuda.hopper import fetch_tile, sync_threads
+
+_PIECE_BYTES = tl.constexpr(4 * PIECE_WORDS)
+_PIECE_ROWS, _PIECE_INPUTS = tl.constexpr(PIECE_ROWS), tl.constexpr(PIECE_INPUTS)
+
+
+@gluon.jit
+def _fetch_rows(sources, tiles, bar, row, place, step, BLOCKS: gl.constexpr, DOWN: gl.constexpr):
+    """Load the weights of a stage from `row` on: as they are, or BLOCKS of inputs in 7 bits."""
+    if len(sources) == 1:
+        ACROSS: gl.constexpr = 0 if DOWN else sources[0].block_type.shape[1]
+        fetch_tile(sources[0], [row + step * DOWN, step * ACROSS], bar, tiles[0].index(place))
+    else:
+        for j in gl.static_range(BLOCKS):
+            block = step * BLOCKS + j
+            fetch_words(sources, tiles, bar, row // _PIECE_ROWS, block, place * BLOCKS + j)
 
 
 @gluon.jit
 def _fetch_weights(
-    weight, tiles, ready, stage, row, second_row, step, HALVES: gl.constexpr, DOWN: gl.constexpr
+    sources,
+    tiles,
+    ready,
+    stage,
+    row,
+    second_row,
+    step,
+    BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr,
+    DOWN: gl.constexpr,
 ):
-    ACROSS: gl.constexpr = 0 if DOWN else weight.block_type.shape[1]
-    place = [row + step * DOWN, step * ACROSS]
-    fetch_tile(weight, place, ready.index(stage), tiles.index(stage * HALVES))
+    bar = ready.index(stage)
+    _fetch_rows(sources, tiles, bar, row, stage * HALVES, step, BLOCKS, DOWN)
     if HALVES == 2:
-        place = [second_row + step * DOWN, step * ACROSS]
-        fetch_tile(weight, place, ready.index(stage), tiles.index(stage * 2 + 1))
+        _fetch_rows(sources, tiles, bar, second_row, stage * 2 + 1, step, BLOCKS, DOWN)
 
 
 @gluon.jit
 def produce(
     x,
-    weight,
+    sources,
     buffers,
     token,
     row,
@@ -56,17 +87,26 @@ def produce(
 ):
     """The partition that loads.
 
+    sources: the descriptor of W, or those of its words in 7 bits (float7.py).
     HALVES: tiles of W in a stage, from `row` and from `second_row` on.
     DOWN: how many rows further down those of the next step are; 0: they are the next columns.
     """
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
     BK: gl.constexpr = x_tiles.shape[2]
-    BYTES: gl.constexpr = weight.block_type.nbytes * HALVES + x.block_type.nbytes
+    BLOCKS: gl.constexpr = BK // _PIECE_INPUTS
+    OF_ROWS: gl.constexpr = (
+        sources[0].block_type.nbytes
+        if len(sources) == 1
+        else BLOCKS * sources[0].block_type.shape[0] * _PIECE_BYTES
+    )
+    BYTES: gl.constexpr = OF_ROWS * HALVES + x.block_type.nbytes
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, ready, i, row, second_row, first + i, HALVES, DOWN)
+        _fetch_weights(
+            sources, tiles, ready, i, row, second_row, first + i, BLOCKS, HALVES, DOWN
+        )
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -75,7 +115,9 @@ def produce(
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
-        _fetch_weights(weight, tiles, ready, stage, row, second_row, first + i, HALVES, DOWN)
+        _fetch_weights(
+            sources, tiles, ready, stage, row, second_row, first + i, BLOCKS, HALVES, DOWN
+        )
         fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
@@ -87,15 +129,34 @@ def _consume(
     buffers,
     first,
     end,
+    BN: gl.constexpr,
     LAYOUT: gl.constexpr,
     SWAP: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """The sums of some stages, of gates and of what they gate."""
-    x_tiles, tiles, ready, free = buffers
+    if len(buffers[1]) == 1:
+        acc, up = _consume_rows(buffers, first, end, BN, LAYOUT, SWAP, GATED)
+    else:
+        acc, up = _consume_words(buffers, first, end, BN, LAYOUT, GATED)
+    return acc, up
+
+
+@gluon.jit
+def _consume_rows(
+    buffers,
+    first,
+    end,
+    BN: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    SWAP: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """As _consume, of W as it is."""
+    x_tiles, stored, ready, free = buffers
+    tiles = stored[0]
     STAGES: gl.constexpr = x_tiles.shape[0]
     HALVES: gl.constexpr = 2 if GATED else 1
-    BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
     acc = gl.zeros([BM, BN] if SWAP else [BN, BM], gl.float32, LAYOUT)
     up = acc
@@ -127,6 +188,35 @@ def _consume(
 
 
 @gluon.jit
+def _consume_words(buffers, first, end, BN: gl.constexpr, LAYOUT: gl.constexpr, GATED: gl.constexpr):
+    """As _consume, of W in 7 bits: a block of inputs is unpacked while the one before it is
+    multiplied."""
+    x_tiles, tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BM: gl.constexpr = x_tiles.shape[1]
+    BLOCKS: gl.constexpr = x_tiles.shape[2] // _PIECE_INPUTS
+    acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    up = acc
+    for i in range(first, end):
+        stage = i % STAGES
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        for j in gl.static_range(BLOCKS):
+            xs = x_tiles.index(stage).slice(j * _PIECE_INPUTS, _PIECE_INPUTS, dim=1)
+            left = left_operand(tiles, stage * HALVES * BLOCKS + j, LAYOUT)
+            acc = warpgroup_mma(left, xs.permute((1, 0)), acc, is_async=True)
+            acc, up = warpgroup_mma_wait(1, deps=[acc, up])
+            if j == 0:
+                # The products of the previous stage are done: it may be loaded again.
+                mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+            if GATED:
+                left = left_operand(tiles, (stage * 2 + 1) * BLOCKS + j, LAYOUT)
+                up = warpgroup_mma(left, xs.permute((1, 0)), up, is_async=True)
+                acc, up = warpgroup_mma_wait(1, deps=[acc, up])
+    return warpgroup_mma_wait(0, deps=[acc, up])
+
+
+@gluon.jit
 def _scales_of_parts(source, stride, first, num_groups, PARTS: gl.constexpr):
     """Those of PARTS groups, from the `first` on; in place of those that there are not, any."""
     scales = ()
@@ -141,6 +231,7 @@ def _consume_parts(
     buffers,
     count,
     x_scales,
+    BN: gl.constexpr,
     LAYOUT: gl.constexpr,
     NUMBERS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -149,30 +240,44 @@ def _consume_parts(
     of a part are scaled while the next one is multiplied."""
     x_tiles, tiles, ready, free = buffers
     STAGES: gl.constexpr = x_tiles.shape[0]
-    BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
-    PARTS: gl.constexpr = x_tiles.shape[2] // GROUP
+    SCALES: gl.constexpr = x_tiles.shape[2] // GROUP
+    IN_WORDS: gl.constexpr = len(tiles) > 1
+    PART: gl.constexpr = min(GROUP, _PIECE_INPUTS) if IN_WORDS else GROUP
+    PARTS: gl.constexpr = x_tiles.shape[2] // PART
     nothing = gl.zeros([BN, BM], gl.float32, LAYOUT)
     sums = nothing
     source, stride, first_token, num_tokens, first, num_groups = x_scales
     columns = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
     source += gl.minimum(first_token + columns // NUMBERS, num_tokens - 1)
     mbarrier.wait(ready.index(0), 0)  # The preceding kernel has ended, then.
-    scales = _scales_of_parts(source, stride, first * PARTS, num_groups, PARTS)
+    scales = _scales_of_parts(source, stride, first * SCALES, num_groups, SCALES)
     for i in range(count):
         stage = i % STAGES
-        next_scales = _scales_of_parts(source, stride, (first + i + 1) * PARTS, num_groups, PARTS)
+        group = (first + i + 1) * SCALES
+        next_scales = _scales_of_parts(source, stride, group, num_groups, SCALES)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         product = nothing
         for part in gl.static_range(PARTS + 1):
             following = nothing
             if part < PARTS:
-                ws = tiles.index(stage).slice(part * GROUP, GROUP, dim=1)
-                xs = x_tiles.index(stage).slice(part * GROUP, GROUP, dim=1).permute((1, 0))
-                following = warpgroup_mma(ws, xs, nothing, use_acc=False, is_async=True)
+                xs = x_tiles.index(stage).slice(part * PART, PART, dim=1).permute((1, 0))
+                if not IN_WORDS:
+                    ws = tiles[0].index(stage).slice(part * PART, PART, dim=1)
+                    following = warpgroup_mma(ws, xs, nothing, use_acc=False, is_async=True)
+                else:
+                    place = (stage * PARTS + part) * PART // _PIECE_INPUTS
+                    if PART == _PIECE_INPUTS:
+                        left = left_operand(tiles, place, LAYOUT)
+                    elif part % 2 == 0:
+                        halves = left_halves(tiles, place, LAYOUT)
+                        left = halves[0]
+                    else:
+                        left = halves[1]
+                    following = warpgroup_mma(left, xs, nothing, use_acc=False, is_async=True)
             if part > 0:
                 product = warpgroup_mma_wait(1 if part < PARTS else 0, deps=[product])
-                sums = sums + product * scales[part - 1][None, :]
+                sums = sums + product * scales[(part - 1) * PART // GROUP][None, :]
             product = following
         mbarrier.arrive(free.index(stage), count=1)
         scales = next_scales
@@ -184,14 +289,14 @@ def _consume_groups(
     buffers,
     count,
     x_scales,
+    BN: gl.constexpr,
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
     NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
 ):
     """The sums of float8 products times the scales of inputs, of which SPAN stages share one."""
-    x_tiles, tiles, ready, _ = buffers
-    BN: gl.constexpr = tiles.shape[1]
+    x_tiles, _, ready, _ = buffers
     BM: gl.constexpr = x_tiles.shape[1]
     sums = gl.zeros([BN, BM], gl.float32, LAYOUT)
     up_sums = sums
@@ -203,7 +308,7 @@ def _consume_groups(
         scale = gl.load(source + group * stride)
         start = gl.maximum(group * SPAN - first, 0)
         end = gl.minimum((group + 1) * SPAN - first, count)
-        acc, up = _consume(buffers, start, end, LAYOUT, False, GATED)
+        acc, up = _consume(buffers, start, end, BN, LAYOUT, False, GATED)
         sums = sums + acc * scale[None, :]
         up_sums = up_sums + up * scale[None, :]
     return sums, up_sums
@@ -214,6 +319,7 @@ def _sums(
     buffers,
     count,
     x_scales,
+    BN: gl.constexpr,
     LAYOUT: gl.constexpr,
     SWAP: gl.constexpr,
     GATED: gl.constexpr,
@@ -223,12 +329,14 @@ def _sums(
     """What the program's stages add up to, of gates and of what they gate."""
     BK: gl.constexpr = buffers[0].shape[2]
     if GROUP >= BK:
-        acc, up = _consume_groups(buffers, count, x_scales, LAYOUT, GATED, NUMBERS, GROUP // BK)
+        acc, up = _consume_groups(
+            buffers, count, x_scales, BN, LAYOUT, GATED, NUMBERS, GROUP // BK
+        )
     elif GROUP > 0:
-        acc = _consume_parts(buffers, count, x_scales, LAYOUT, NUMBERS, GROUP)
+        acc = _consume_parts(buffers, count, x_scales, BN, LAYOUT, NUMBERS, GROUP)
         up = acc
     else:
-        acc, up = _consume(buffers, 0, count, LAYOUT, SWAP, GATED)
+        acc, up = _consume(buffers, 0, count, BN, LAYOUT, SWAP, GATED)
     return acc, up
 
 
@@ -244,6 +352,8 @@ def _pairs_added(acc):
 def linear_kernel(
     x,
     weight,
+    weight_pairs,
+    weight_singles,
     x_scales,
     scales,
     bias,
@@ -275,7 +385,9 @@ def linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
-        x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
+        x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size], or
+            of its words in 7 bits (float7.py), with `weight_pairs` and `weight_singles`. Then
+            results are those of W / 2 ** UNIT.
         x_scales, scales: float32, with HAS_SCALES: of each token, and of each `block_rows` rows of
             W. Both operands are float8 then.
         NUMBERS: rows of x that are a token's, one or, with a GROUP, two, which are added up.
@@ -289,9 +401,11 @@ def linear_kernel(
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    BN: gl.constexpr = weight.block_type.shape[0]
-    BK: gl.constexpr = weight.block_type.shape[1]
+    sources = descriptors_of(weight, weight_pairs, weight_singles)
+    LINES: gl.constexpr = weight.block_type.shape[0]
+    BN: gl.constexpr = LINES if len(sources) == 1 else LINES * _PIECE_ROWS
     BM: gl.constexpr = x.block_type.shape[0]
+    BK: gl.constexpr = x.block_type.shape[1]
     COLUMNS: gl.constexpr = BN if SWAP else BM
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
@@ -310,7 +424,7 @@ def linear_kernel(
     count = gl.minimum(first + per_split, num_columns) - first
 
     HALVES: gl.constexpr = 2 if GATED else 1
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, BK], weight.layout)
+    tiles = allocate(sources, STAGES * HALVES, BK // _PIECE_INPUTS)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -330,10 +444,10 @@ def linear_kernel(
     of_tokens = (x_scales, x_stride, token, num_tokens, first, gl.cdiv(size, max(GROUP, 1)))
     acc, up = gl.warp_specialize(
         [
-            (_sums, (buffers, count, of_tokens, LAYOUT, SWAP, GATED, NUMBERS, GROUP)),
+            (_sums, (buffers, count, of_tokens, BN, LAYOUT, SWAP, GATED, NUMBERS, GROUP)),
             (
                 produce,
-                (x, weight, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
+                (x, sources, buffers, x_row, row, up_row, first, count, HALVES, 0, EARLY, PDL),
             ),
         ],
         [1],

@@ -549,7 +549,7 @@ def quantized_linear_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    buffers = (x_tiles, tiles, ready, free)
+    buffers = (x_tiles, (tiles,), ready, free)
     factors = (scales, zeros, staged, staged_zeros)
     places = (row, up_row, total_rows, num_groups, stride_row, stride_group, block_rows)
     (acc,) = gl.warp_specialize(
@@ -578,7 +578,7 @@ def quantized_linear_kernel(
                 produce,
                 (
                     x,
-                    weight,
+                    (weight,),
                     buffers,
                     token,
                     first_row,

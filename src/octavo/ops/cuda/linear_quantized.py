@@ -11,7 +11,8 @@ up to 64 tokens, or for each 128 where weights have scales for blocks. Otherwise
 of small groups find no room beside W, that is dequantized into a workspace first, and cuBLAS
 multiplies: that costs as much as writing W, and the product with many tokens costs more. Where
 there is memory for a dequantized copy of W, nothing has to be written, and with more than 128
-tokens products may read the copy.
+tokens products may read the copy. Few tokens times a large W in FP8 may read a copy in 7 bits
+(float7.py).
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from octavo.float7 import PIECE_INPUTS, PIECE_ROWS, UNIT, copied_tokens
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.devices import is_hopper, num_sms
+from octavo.ops.cuda.float7 import Float7Weight, pack_float7, takes_float7
 from octavo.ops.cuda.hopper import swizzled_descriptor
 from octavo.ops.cuda.linear import (
     PARTIAL_DTYPE,
@@ -73,6 +76,7 @@ from octavo.ops.cuda.quantized_tiles import (
     Product,
     Tiles,
     candidates,
+    with_words,
 )
 from octavo.ops.cuda.shared_workspace import in_workspace
 from octavo.ops.cuda.stored_weights import (
@@ -271,7 +275,8 @@ class QuantizedCudaLinear:
         permutation: Tensor | None,
         dtype: torch.dtype,
         is_chained: bool = False,
-        has_copy: bool = False,
+        dequantized_copy: bool = False,
+        float7_copy: bool = False,
         follows_experts: bool = False,
     ) -> None:
         """
@@ -280,8 +285,7 @@ class QuantizedCudaLinear:
             permutation: int64 [in_features], of the inputs (GroupedInt).
             dtype: of inputs and results.
             is_chained: see make_linear_kernel.
-            has_copy: see `dequantized_copy` of make_quantized_kernel.
-            follows_experts: see make_quantized_kernel.
+            dequantized_copy, float7_copy, follows_experts: see make_quantized_kernel.
         """
         self._stored = stored
         self._permutation = permutation
@@ -297,11 +301,14 @@ class QuantizedCudaLinear:
         elif stored.quantizes_inputs and is_served:
             self._rounding = Rounding.TOKENS
         # Inputs that are rounded are multiplied by W as it is, so a copy would not be read.
-        is_copied = has_copy and self._rounding is Rounding.NONE
+        is_copied = dequantized_copy and self._rounding is Rounding.NONE
         self._copy = dequantized(stored, dtype) if is_copied else None
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
+        self._packed: PackedCopy | None = None
+        if float7_copy and is_plain:
+            self._packed = PackedCopy.of(stored)
         self._takes_integers = takes_integers(stored)
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
@@ -449,7 +456,7 @@ class QuantizedCudaLinear:
     ) -> Tensor:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
-        kernel._stored = copies.weight(i)
+        kernel._stored, kernel._packed = copies.weight(i), None
         if self._copy is not None and choice == LIBRARY:
             kernel._copy = copies.dequantized(i, self._copy)
         if product.rounding is not Rounding.NONE:
@@ -583,9 +590,14 @@ class QuantizedCudaLinear:
         tiles: DenseTiles,
         is_partial: bool,
     ) -> None:
-        stored = self._stored
-        scales = stored.scales, stored.block_rows
-        launch_dense(x, stored.weight, bias, out, epilogue, tiles, is_partial, scales)
+        stored, packed = self._stored, self._packed
+        scales, words = stored.scales, None
+        if packed is not None and packed.takes(len(x.values), x.group, tiles):
+            numbers = x.values.dim() - 1
+            tiles = with_words(tiles, numbers, epilogue.is_gated)
+            scales, words = packed.scales, packed.words
+        of_rows = scales, stored.block_rows
+        launch_dense(x, stored.weight, bias, out, epilogue, tiles, is_partial, of_rows, words)
 
     def _num_results(self, epilogue: Epilogue) -> int:
         """Results per token."""
@@ -604,6 +616,25 @@ class QuantizedCudaLinear:
             return x.index_select(1, self._permutation)
         is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         return x if is_aligned else x.contiguous().clone()
+
+
+class PackedCopy(NamedTuple):
+    """W in 7 bits, for few tokens."""
+
+    words: Float7Weight
+    scales: Tensor  # of W / 2 ** UNIT, which products have
+
+    @classmethod
+    def of(cls, stored: StoredWeight) -> PackedCopy | None:
+        """None: W has no such form, or gates and what they gate do not begin with pieces of rows."""
+        if stored.shape[0] % (2 * PIECE_ROWS) or not takes_float7(stored.weight):
+            return None
+        return cls(pack_float7(stored.weight), stored.scales * 2.0**UNIT)
+
+    def takes(self, num_tokens: int, group: int, tiles: DenseTiles) -> bool:
+        """Whether the copy is read for so many tokens, of which so many inputs share a scale."""
+        is_in_pieces = tiles.columns % PIECE_INPUTS == 0 and group % (PIECE_INPUTS // 2) == 0
+        return num_tokens in copied_tokens(*self.words.shape) and is_in_pieces and not tiles.swap
 
 
 class Copies:
@@ -661,12 +692,13 @@ def make_kernel(
     form: QuantizedWeight,
     dtype: torch.dtype,
     is_chained: bool = False,
-    has_copy: bool = False,
+    dequantized_copy: bool = False,
+    float7_copy: bool = False,
     follows_experts: bool = False,
 ) -> QuantizedCudaLinear | None:
     """None: no kernel here takes the form, the dtype or the device.
 
-    is_chained, has_copy, follows_experts: see QuantizedCudaLinear.
+    is_chained, dequantized_copy, float7_copy, follows_experts: see QuantizedCudaLinear.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not is_hopper(form.device):
         return None
@@ -674,4 +706,12 @@ def make_kernel(
     if stored is None:
         return None
     permutation = form.permutation if isinstance(form, GroupedInt) else None
-    return QuantizedCudaLinear(stored, permutation, dtype, is_chained, has_copy, follows_experts)
+    return QuantizedCudaLinear(
+        stored,
+        permutation,
+        dtype,
+        is_chained=is_chained,
+        dequantized_copy=dequantized_copy,
+        float7_copy=float7_copy,
+        follows_experts=follows_experts,
+    )

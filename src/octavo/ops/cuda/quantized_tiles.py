@@ -345,6 +345,16 @@ def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -
     return filled
 
 
+def with_words(tiles: linear_table.Tiles, numbers: int, is_gated: bool) -> linear_table.Tiles:
+    """The same tiles of linear_hopper.py's kernel for W in 7 bits, with as many stages as fit.
+
+    numbers: of an input.
+    """
+    rows = tiles.rows * (2 if is_gated else 1)
+    stage = tiles.columns * (7 * rows // 8 + numbers * tiles.tokens)
+    return replace(tiles, stages=min(_SHARED_MEMORY // tiles.per_sm // stage, _MAX_STAGES))
+
+
 def _rounded_candidates(product: Product) -> list[Choice]:
     """What may compute a product of FP8 with FP8: linear_hopper.py's kernel, or torch's."""
     num_tokens, num_rows, is_gated = product.tokens, product.num_rows, product.is_gated
