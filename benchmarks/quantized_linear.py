@@ -50,7 +50,9 @@ def main() -> None:
         "--measure", action="store_true", help="choose the fastest kernels, and keep the choice"
     )
     parser.add_argument(
-        "--copies", action="store_true", help="weights have copies beside them, dequantized or in 7 bits"
+        "--copies",
+        action="store_true",
+        help="weights have copies beside them, dequantized or in 7 bits",
     )
     arguments = parser.parse_args()
     results = {}

@@ -230,6 +230,9 @@ class EngineConfig:
     at least 2^-14 of their row's largest are the same in them; smaller ones are off by 2^-22 of
     that at most. They may take an eighth of the memory beside the weights in any case.
 
+    Of weights that are quantized to FP8 on load (large projections', and experts') they have 7
+    bits, and are the same. Few tokens are multiplied by them.
+
     Quantized projections that kernels convert for each product (integers, and FP8 whose inputs are
     not rounded) have copies in the model's dtype, bfloat16 or float16, which many tokens are
     multiplied by; they may take that eighth if it is enough for all layers. Each weight is rounded

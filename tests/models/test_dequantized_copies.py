@@ -106,7 +106,11 @@ def test_kernels_are_asked_for_them(monkeypatch: pytest.MonkeyPatch, has_copy: b
     asked: list[bool] = []
 
     def make(
-        weight: QuantizedWeight, dtype: torch.dtype, *_: object, dequantized_copy: bool, **__: object
+        weight: QuantizedWeight,
+        dtype: torch.dtype,
+        *_: object,
+        dequantized_copy: bool,
+        **__: object,
     ) -> TorchLinear:
         asked.append(dequantized_copy)
         return TorchLinear(weight.dequantize())

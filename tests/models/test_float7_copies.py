@@ -129,9 +129,9 @@ def test_tokens_are_those_without_them(
             num_blocks=200,
             weight_copies=weight_copies,
         ) as llm:
-            assert any(each.copy_bytes for of in llm.engine.model_config.copyable for each in of) == (
-                weight_copies
-            )
+            assert any(
+                each.copy_bytes for of in llm.engine.model_config.copyable for each in of
+            ) == (weight_copies)
             executor = llm.engine.executor
             for module in executor._worker.runner._model.modules():  # type: ignore[attr-defined]
                 if isinstance(module, QuantizedExperts):

@@ -736,9 +736,7 @@ def experts_on_hopper(
             for each in matrices
         ]
         for words in (None, tuple(packed)) if up.scale_columns == 0 else (None,):
-            launch(
-                inputs, (up, down), (None, None), out, routed, Epilogue.SILU_MUL, tiles, words
-            )
+            launch(inputs, (up, down), (None, None), out, routed, Epilogue.SILU_MUL, tiles, words)
 
 
 if __name__ == "__main__":

@@ -1047,7 +1047,7 @@ def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
     x, weight = inputs(5, 256, torch.bfloat16, CPU), inputs(100, 256, torch.bfloat16, CPU)
     bias, out = inputs(1, 100, torch.bfloat16, CPU)[0], torch.empty(5, 100, dtype=x.dtype)
     sums, arrivals = torch.empty(1 << 16), torch.zeros(8, dtype=torch.int32)
-    operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64)
+    operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64), None, None
     constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
     constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
     constants |= {"HAS_SCALES": False, "NUMBERS": 1, "GROUP": 0, "ROUNDS": False}

@@ -128,9 +128,9 @@ class ModelSize:
     num_expert_layers: int = 0  # of these, that have experts a router chooses from
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
-    # How many bytes fewer than the weights their copies in 12 bits have: the head's, which up to so
-    # many rows of logits are multiplied by; and of those of projections in layers, up to how many
-    # tokens are multiplied by them, with these bytes.
+    # How many bytes fewer than the weights their copies have, in 12 or 7 bits: the head's, which up
+    # to so many rows of logits are multiplied by; and of those of projections in layers, up to how
+    # many tokens are multiplied by them, with these bytes.
     head_copy_saves: int = 0
     head_copy_rows: int = 0
     copies_save: tuple[tuple[int, int], ...] = ()

@@ -306,11 +306,7 @@ def _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE: gl.
 @gluon.jit
 def _left(tiles, place, LAYOUT: gl.constexpr):
     """The left operand at that place: in shared memory as it is, or unpacked in registers."""
-    if len(tiles) == 1:
-        left = tiles[0].index(place)
-    else:
-        left = left_operand(tiles, place, LAYOUT)
-    return left
+    return tiles[0].index(place) if len(tiles) == 1 else left_operand(tiles, place, LAYOUT)
 
 
 @gluon.jit

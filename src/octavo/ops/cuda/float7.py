@@ -236,7 +236,13 @@ def _bytes_of(tile, REGISTERS: gl.constexpr, WARPS: gl.constexpr):
     OF_THREAD: gl.constexpr = BYTES // 32
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         REGISTERS,
-        [[0, OF_THREAD], [0, 2 * OF_THREAD], [0, 4 * OF_THREAD], [0, 8 * OF_THREAD], [0, 16 * OF_THREAD]],
+        [
+            [0, OF_THREAD],
+            [0, 2 * OF_THREAD],
+            [0, 4 * OF_THREAD],
+            [0, 8 * OF_THREAD],
+            [0, 16 * OF_THREAD],
+        ],
         WARPS,
         [],
         [PIECES, BYTES],

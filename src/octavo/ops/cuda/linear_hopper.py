@@ -104,9 +104,7 @@ def produce(
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(
-            sources, tiles, ready, i, row, second_row, first + i, BLOCKS, HALVES, DOWN
-        )
+        _fetch_weights(sources, tiles, ready, i, row, second_row, first + i, BLOCKS, HALVES, DOWN)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -188,7 +186,9 @@ def _consume_rows(
 
 
 @gluon.jit
-def _consume_words(buffers, first, end, BN: gl.constexpr, LAYOUT: gl.constexpr, GATED: gl.constexpr):
+def _consume_words(
+    buffers, first, end, BN: gl.constexpr, LAYOUT: gl.constexpr, GATED: gl.constexpr
+):
     """As _consume, of W in 7 bits: a block of inputs is unpacked while the one before it is
     multiplied."""
     x_tiles, tiles, ready, free = buffers
@@ -329,9 +329,7 @@ def _sums(
     """What the program's stages add up to, of gates and of what they gate."""
     BK: gl.constexpr = buffers[0].shape[2]
     if GROUP >= BK:
-        acc, up = _consume_groups(
-            buffers, count, x_scales, BN, LAYOUT, GATED, NUMBERS, GROUP // BK
-        )
+        acc, up = _consume_groups(buffers, count, x_scales, BN, LAYOUT, GATED, NUMBERS, GROUP // BK)
     elif GROUP > 0:
         acc = _consume_parts(buffers, count, x_scales, BN, LAYOUT, NUMBERS, GROUP)
         up = acc

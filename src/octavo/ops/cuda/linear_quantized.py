@@ -626,7 +626,7 @@ class PackedCopy(NamedTuple):
 
     @classmethod
     def of(cls, stored: StoredWeight) -> PackedCopy | None:
-        """None: W has no such form, or gates and what they gate do not begin with pieces of rows."""
+        """None: W has no such form, or what gates gate does not begin with a piece of rows."""
         if stored.shape[0] % (2 * PIECE_ROWS) or not takes_float7(stored.weight):
             return None
         return cls(pack_float7(stored.weight), stored.scales * 2.0**UNIT)
