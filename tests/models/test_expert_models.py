@@ -106,10 +106,10 @@ class AddedUp:
         weights: QuantizedExpertWeights,
         epilogue: Epilogue,
         dtype: torch.dtype,
-        packed_tokens: range,
+        float7_tokens: range,
     ) -> None:
         assert dtype == torch.float32
-        assert not packed_tokens
+        assert not float7_tokens
         kernel = CudaExperts.of(weights, epilogue)
         assert kernel is not None
         self._kernel = kernel

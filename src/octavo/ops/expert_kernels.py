@@ -117,13 +117,13 @@ def make_quantized_experts_kernel(
     weights: QuantizedExpertWeights,
     epilogue: Epilogue,
     dtype: torch.dtype,
-    packed_tokens: range = range(0),
+    float7_tokens: range = range(0),
 ) -> ExpertsKernel | None:
     """The fastest kernel for quantized forms and inputs of `dtype`; `epilogue` is gated.
 
     None: there is none on this device, or for such forms.
 
-    packed_tokens: how many are multiplied by copies in 7 bits, if the weights have that form; only
+    float7_tokens: how many are multiplied by copies in 7 bits, if the weights have that form; only
         for Hopper GPUs.
     """
     if weights.up.device.type != "cuda":
@@ -132,7 +132,7 @@ def make_quantized_experts_kernel(
     from octavo.ops.cuda.experts_mx_hopper import MxExperts
 
     of_mx = MxExperts.of(weights, epilogue, dtype)
-    return of_mx or CudaExperts.of(weights, epilogue, packed_tokens)
+    return of_mx or CudaExperts.of(weights, epilogue, float7_tokens)
 
 
 def make_experts_kernel(

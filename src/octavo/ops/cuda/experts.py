@@ -93,17 +93,17 @@ class CudaExperts:
         down: ExpertMatrices,
         biases: tuple[Tensor | None, Tensor | None],
         epilogue: Epilogue,
-        packed_tokens: range = range(0),
+        float7_tokens: range = range(0),
     ) -> None:
-        """packed_tokens: see make_quantized_experts_kernel."""
+        """float7_tokens: see make_quantized_experts_kernel."""
         assert epilogue.is_gated
         self._up, self._down = up, down
         self._biases = biases
         self._epilogue = epilogue
-        self._packed_tokens = packed_tokens
-        self._packed: tuple[Float7Weight, Float7Weight] | None = None
-        if packed_tokens and _takes_words(up) and _takes_words(down):
-            self._packed = _in_words(up), _in_words(down)
+        self._float7_tokens = float7_tokens
+        self._words: tuple[Float7Weight, Float7Weight] | None = None
+        if float7_tokens and _takes_words(up) and _takes_words(down):
+            self._words = _in_words(up), _in_words(down)
         # For one token on Hopper GPUs; None: other kernels compute it.
         self._one_float8: tuple[Float8Projection, Float8Projection] | None = None
         if is_on_hopper(up.values.device) and biases == (None, None):
@@ -116,14 +116,14 @@ class CudaExperts:
         cls,
         weights: ExpertWeights | QuantizedExpertWeights,
         epilogue: Epilogue,
-        packed_tokens: range = range(0),
+        float7_tokens: range = range(0),
     ) -> CudaExperts | None:
         """None: the kernels do not know their form, or not on this GPU."""
         up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
         if up is None or down is None or up.format.is_packed != down.format.is_packed:
             return None
         biases = weights.up_bias, weights.down_bias
-        return cls(up, down, biases, epilogue, packed_tokens)
+        return cls(up, down, biases, epilogue, float7_tokens)
 
     def rounding(self, num_tokens: int, top_k: int) -> Rounding:
         """See ExpertsKernel.rounding."""
@@ -160,9 +160,9 @@ class CudaExperts:
         out = empty_parts(x, top_k, exact_tokens)
         if tiles is not None:
             inputs = routed.inputs or round_inputs(x, Rounding.IN_TWO)
-            packed = self._packed if num_tokens in self._packed_tokens else None
+            words = self._words if num_tokens in self._float7_tokens else None
             launch_on_hopper(
-                inputs, (up, down), self._biases, out, routed, self._epilogue, tiles, packed
+                inputs, (up, down), self._biases, out, routed, self._epilogue, tiles, words
             )
         else:
             inner = x.new_empty((num_tokens * top_k, down.size))
@@ -214,11 +214,11 @@ def launch_on_hopper(
     routed: Routed,
     epilogue: Epilogue,
     tiles: HopperTiles,
-    packed: tuple[Float7Weight, Float7Weight] | None = None,
+    words: tuple[Float7Weight, Float7Weight] | None = None,
 ) -> None:
     """Both projections of all experts, by experts_hopper.py.
 
-    packed: the same weights in 7 bits, which are read instead.
+    words: of the same weights in 7 bits, which are read instead.
     """
     from triton.experimental.gluon import language as gl
 
@@ -238,11 +238,11 @@ def launch_on_hopper(
         inner,
         up.scales.new_empty((num_blocks, down_steps, tokens)),
         out,
-        *_stored_descriptors(up, packed and packed[0]),
-        up.values if packed is None else packed[0].words.view(torch.uint8),
+        *_stored_descriptors(up, words and words[0]),
+        up.values if words is None else words[0].words.view(torch.uint8),
         up.scales,
         biases[0],
-        *_stored_descriptors(down, packed and packed[1]),
+        *_stored_descriptors(down, words and words[1]),
         down.scales,
         biases[1],
         lists.rows,
@@ -260,7 +260,7 @@ def launch_on_hopper(
         up.scales.shape[2],
         down.scales.stride(0),
         down.scales.shape[2],
-        up.size * (1 if packed is None else 7),
+        up.size * (1 if words is None else 7),
         TOP_K=top_k,
         TOKENS=tokens,
         STAGES=tiles.stages,
@@ -268,7 +268,7 @@ def launch_on_hopper(
         SCALE_COLUMNS=(up.scale_columns, down.scale_columns),
         EPILOGUE=int(epilogue),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([2 * tokens, BLOCK], gl.float8e4nv),
-        AHEAD=min(tiles.ahead, up.size) * (1 if packed is None else 7),
+        AHEAD=min(tiles.ahead, up.size) * (1 if words is None else 7),
         GATHERING_WARPS=GATHERING_WARPS,
         GATHERING_REGISTERS=FLOAT8_GATHERING_REGISTERS,
         num_warps=ROWS // 16,
@@ -289,13 +289,13 @@ def _in_words(weight: ExpertMatrices) -> Float7Weight:
     return pack_float7(weight.values.flatten(0, 1))
 
 
-def _stored_descriptors(weight: ExpertMatrices, packed: Float7Weight | None) -> tuple[Any, ...]:
+def _stored_descriptors(weight: ExpertMatrices, words: Float7Weight | None) -> tuple[Any, ...]:
     """The TMA descriptors of the rows of all experts, for experts_hopper.py."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    if packed is not None:
-        return packed.descriptors(ROWS)
+    if words is not None:
+        return words.descriptors(ROWS)
     shape = [ROWS, BLOCK]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
     return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout), None, None

@@ -351,7 +351,7 @@ def _add_steps(
     )
     BY_TOKEN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     # Unpacked weights are in registers, of which two products at once would take too many.
-    IS_PACKED: gl.constexpr = len(tiles) > 1
+    IN_WORDS: gl.constexpr = len(tiles) > 1
     stage = step % STAGES
     none = gl.zeros([ROWS, 2 * TOKENS], gl.float32, BOTH)
     up_part = none
@@ -370,22 +370,22 @@ def _add_steps(
         fence_async_shared()  # copies of inputs, unlike those by TMA, need it
         left = _left(tiles, 2 * stage, BOTH)
         part = none
-        if not IS_PACKED:
+        if not IN_WORDS:
             part = _product(left, x_tiles, stage, none)
         if i > 0:
-            up_part = warpgroup_mma_wait(0 if IS_PACKED else 1, deps=[up_part])
+            up_part = warpgroup_mma_wait(0 if IN_WORDS else 1, deps=[up_part])
             sync_threads()
             mbarrier.arrive(free.index(before), count=1)
             up = _added(up, up_part, of_token, up_own, SCALE_COLUMNS)
-        if IS_PACKED:
+        if IN_WORDS:
             part = _product(left, x_tiles, stage, none)
         left = _left(tiles, 2 * stage + 1, BOTH)
         of_token = x_scales.index(stage).load(BY_TOKEN)
-        if not IS_PACKED:
+        if not IN_WORDS:
             up_part = _product(left, x_tiles, stage, none)
-        part = warpgroup_mma_wait(0 if IS_PACKED else 1, deps=[part])
+        part = warpgroup_mma_wait(0 if IN_WORDS else 1, deps=[part])
         acc = _added(acc, part, of_token, own, SCALE_COLUMNS)
-        if IS_PACKED:
+        if IN_WORDS:
             up_part = _product(left, x_tiles, stage, none)
         up_own = next_up_own
         step += 1

@@ -217,7 +217,7 @@ def launch_dense(
     tiles: Tiles,
     is_partial: bool,
     scales: tuple[Tensor, int] | None = None,
-    packed: Float7Weight | None = None,
+    words: Float7Weight | None = None,
 ) -> None:
     """Run linear_hopper's kernel.
 
@@ -225,7 +225,7 @@ def launch_dense(
     out: may take two float8 numbers each, with a scale for the rows of each tile, if there are no
         splits.
     scales: of W in float8, float32 per so many rows.
-    packed: W in 7 bits, which is read instead, with its own scales.
+    words: W in 7 bits, which are read instead; `scales` are those of W / 2 ** UNIT then.
     """
     from octavo.ops.cuda.linear_hopper import linear_kernel
 
@@ -248,10 +248,10 @@ def launch_dense(
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     row_scales, block_rows = scales or (None, 1)
-    if packed is None:
+    if words is None:
         sources = block_descriptor(weight, tiles.rows, tiles.columns), None, None
     else:
-        sources = packed.descriptors(tiles.rows)
+        sources = words.descriptors(tiles.rows)
     linear_kernel[grid](
         block_descriptor(given, numbers * tiles.tokens, tiles.columns),
         *sources,

@@ -306,9 +306,9 @@ class QuantizedCudaLinear:
         # A float16 has more bits than two numbers in e4m3. TMA fetches whole 16 bytes.
         is_plain = stored.format == FLOAT8 and stored.group == 0 and stored.shape[1] % 16 == 0
         self._takes_two = is_plain and dtype == torch.bfloat16
-        self._packed: PackedCopy | None = None
+        self._float7: Float7Copy | None = None
         if float7_copy and is_plain:
-            self._packed = PackedCopy.of(stored)
+            self._float7 = Float7Copy.of(stored)
         self._takes_integers = takes_integers(stored)
         self._row_scales = stored.row_scales if stored.group == 0 else stored.scales
         self._scales: Scales | None = None  # if a GEMV takes one token
@@ -456,7 +456,7 @@ class QuantizedCudaLinear:
     ) -> Tensor:
         x = copies.inputs(product.tokens, self._dtype)
         kernel = copy(self)
-        kernel._stored, kernel._packed = copies.weight(i), None
+        kernel._stored, kernel._float7 = copies.weight(i), None
         if self._copy is not None and choice == LIBRARY:
             kernel._copy = copies.dequantized(i, self._copy)
         if product.rounding is not Rounding.NONE:
@@ -590,12 +590,12 @@ class QuantizedCudaLinear:
         tiles: DenseTiles,
         is_partial: bool,
     ) -> None:
-        stored, packed = self._stored, self._packed
+        stored, copied = self._stored, self._float7
         scales, words = stored.scales, None
-        if packed is not None and packed.takes(len(x.values), x.group, tiles):
+        if copied is not None and copied.takes(len(x.values), x.group, tiles):
             numbers = x.values.dim() - 1
             tiles = with_words(tiles, numbers, epilogue.is_gated)
-            scales, words = packed.scales, packed.words
+            scales, words = copied.scales, copied.words
         of_rows = scales, stored.block_rows
         launch_dense(x, stored.weight, bias, out, epilogue, tiles, is_partial, of_rows, words)
 
@@ -618,14 +618,14 @@ class QuantizedCudaLinear:
         return x if is_aligned else x.contiguous().clone()
 
 
-class PackedCopy(NamedTuple):
+class Float7Copy(NamedTuple):
     """W in 7 bits, for few tokens."""
 
     words: Float7Weight
     scales: Tensor  # of W / 2 ** UNIT, which products have
 
     @classmethod
-    def of(cls, stored: StoredWeight) -> PackedCopy | None:
+    def of(cls, stored: StoredWeight) -> Float7Copy | None:
         """None: W has no such form, or what gates gate does not begin with a piece of rows."""
         if stored.shape[0] % (2 * PIECE_ROWS) or not takes_float7(stored.weight):
             return None
@@ -633,7 +633,8 @@ class PackedCopy(NamedTuple):
 
     def takes(self, num_tokens: int, group: int, tiles: DenseTiles) -> bool:
         """Whether the copy is read for so many tokens, of which so many inputs share a scale."""
-        is_in_pieces = tiles.columns % PIECE_INPUTS == 0 and group % (PIECE_INPUTS // 2) == 0
+        is_in_pieces = tiles.columns % PIECE_INPUTS == 0
+        is_in_pieces &= group % PIECE_INPUTS == 0 or group == PIECE_INPUTS // 2
         return num_tokens in copied_tokens(*self.words.shape) and is_in_pieces and not tiles.swap
 
 
