@@ -107,7 +107,8 @@ def test_quantizing_gives_such_numbers_where_little_is_lost(device: torch.device
     scales = dense.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 448
     in_e4m3 = (dense / scales).to(torch.float8_e4m3fn).float() * scales
     lost = (form.dequantize() - dense).norm(dim=1)
-    assert (lost <= 1.011 * (in_e4m3 - dense).norm(dim=1)).all()
+    assert (lost <= 1.26 * (in_e4m3 - dense).norm(dim=1)).all()
+    assert lost.norm() < 1.001 * (in_e4m3 - dense).norm()
 
 
 def packed_form(dense: Tensor) -> ScaledFloat8:

@@ -196,6 +196,8 @@ def _consume_words(
     HALVES: gl.constexpr = 2 if GATED else 1
     BM: gl.constexpr = x_tiles.shape[1]
     BLOCKS: gl.constexpr = x_tiles.shape[2] // _PIECE_INPUTS
+    # A product reads its registers while it is under way: those of a loop's next turn are the same.
+    UNDER_WAY: gl.constexpr = 1 if BLOCKS * HALVES > 1 else 0
     acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
     up = acc
     for i in range(first, end):
@@ -205,7 +207,7 @@ def _consume_words(
             xs = x_tiles.index(stage).slice(j * _PIECE_INPUTS, _PIECE_INPUTS, dim=1)
             left = left_operand(tiles, stage * HALVES * BLOCKS + j, LAYOUT)
             acc = warpgroup_mma(left, xs.permute((1, 0)), acc, is_async=True)
-            acc, up = warpgroup_mma_wait(1, deps=[acc, up])
+            acc, up = warpgroup_mma_wait(UNDER_WAY, deps=[acc, up])
             if j == 0:
                 # The products of the previous stage are done: it may be loaded again.
                 mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
