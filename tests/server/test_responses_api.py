@@ -317,6 +317,31 @@ def test_long_reasoning_is_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
     asked(test)
 
 
+def test_chats_count_their_reasoning_as_responses_do() -> None:
+    """At the end, and not at all where there is none."""
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        async def counts() -> list[int | None]:
+            fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+            whole = await client.chat.completions.create(**fields)
+            fields |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            stream = await client.chat.completions.create(**fields, stream=True)
+            *others, last = [chunk.usage async for chunk in stream]
+            assert all(each.completion_tokens_details is None for each in others)
+            details = [usage.completion_tokens_details for usage in (whole.usage, last)]
+            return [None if each is None else each.reasoning_tokens for each in details]
+
+        scripted.text = "<think>hm, hm</think>Yes."
+        response = await client.responses.create(model="demo", input="hi")
+        expected = response.usage.output_tokens_details.reasoning_tokens  # type: ignore[union-attr]
+        assert expected > 0
+        assert await counts() == [expected, expected]
+        scripted.text = "Yes."
+        assert await counts() == [None, None]
+
+    asked(test)
+
+
 def test_items_are_joined_in_time_that_is_linear_in_their_text() -> None:
     class Counted(str):
         """Counts the characters that are copied when it is added to another text."""

@@ -112,8 +112,8 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
 
     @abstractmethod
     def whole(self, outputs: Iterable[RequestOutput]) -> Any:
-        """The whole reply, of an output for each prompt. Of several outputs, or of tokens with
-        log-probabilities, it may be written in a thread."""
+        """The whole reply, of an output for each prompt; its `usage` is set afterwards. Of several
+        outputs, or of tokens with log-probabilities, it may be written in a thread."""
 
     @abstractmethod
     def chunk(self, choices: list[ChoiceT]) -> Any:
@@ -127,15 +127,23 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChoiceT]:
         """Finished beams, as pieces of a stream."""
 
+    async def count(self) -> None:
+        """Count what the usage tells of the outputs, which are whole."""
+
     async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
-        def written() -> Response:
+        def written() -> Any:
             # One after the other, because log-probabilities take much more memory here than in the
             # streams.
             pairs = zip(self.streams, outputs, strict=True)
-            return reply(self.whole(stream.scored(output) for stream, output in pairs))
+            return self.whole(stream.scored(output) for stream, output in pairs)
 
         size = sum(each.num_entries for each in self.streams)
-        return await context_of(self.request).client.offload.reply(size, written)
+        offload = context_of(self.request).client.offload
+        whole = await offload.reply(size, written)
+        await self.count()
+        whole.usage = self.usage()
+        self.log(whole.usage)
+        return await offload.reply(size, partial(reply, whole))
 
     def items(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """What comes of the prompts, each item with the number of its prompt."""
@@ -157,6 +165,7 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
                     written = await offload.reply(size, partial(self._events, prompt, item))
                 if written:
                     yield written
+            await self.count()
             usage = self.usage()
             self.log(usage)
             options = self.body.stream_options

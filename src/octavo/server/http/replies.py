@@ -27,6 +27,14 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: Annotated[int, Meta(description="Found in the prefix cache.")]
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What tokens of the outputs were for."""
+
+    reasoning_tokens: Annotated[
+        int, Meta(description="Of the reasoning's text, when it is tokenized again.")
+    ]
+
+
 class Usage(msgspec.Struct):
     """How many tokens a request has taken."""
 
@@ -34,6 +42,10 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType,
+        Meta(description="Of whole chats whose answers have reasoning."),
+    ] = UNSET
 
 
 class Choice(msgspec.Struct, kw_only=True):

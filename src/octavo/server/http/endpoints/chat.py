@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
 from octavo.server.http.bodies import NOT_SUPPORTED, UNSUPPORTED, Integer, Refused
-from octavo.server.http.context import Context
+from octavo.server.http.context import Context, context_of
 from octavo.server.http.conversations import (
     ASSISTANT,
     Messages,
@@ -44,6 +45,7 @@ from octavo.server.http.generation import (
 from octavo.server.http.replies import (
     ChatTokenLogprob,
     Choice,
+    CompletionTokensDetails,
     PromptLogprobs,
     Reply,
     Usage,
@@ -267,6 +269,23 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
         # What each choice begins with.
         self._echo = message_text(body.messages[-1], "messages[-1]") if body.echo else ""
+        self._thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by choices
+        self._num_thought: int | None = None  # tokens of them
+
+    async def count(self) -> None:
+        if self._thoughts:
+            texts = ["".join(pieces) for pieces in self._thoughts.values()]
+            client = context_of(self.request).client
+            encoded = await client.encode(
+                texts, "output", add_special_tokens=False, any_length=True
+            )
+            self._num_thought = sum(map(len, encoded))
+
+    def usage(self) -> Usage:
+        usage = super().usage()
+        if self._num_thought is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self._num_thought)
+        return usage
 
     def whole(self, outputs: Iterable[RequestOutput]) -> ChatCompletion:
         [output] = outputs
@@ -278,7 +297,6 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         if self.body.prompt_logprobs is not None:
             scores = stream.prompt_logprobs or []
             whole.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
-        self.log(whole.usage)
         return whole
 
     def chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
@@ -295,6 +313,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         events = parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += parser.finish()
+        self._note_thoughts(delta.index, events)
         reason = self.reader.finish_reason(finish_reason(delta), parser)
         logprobs = self._logprobs(delta.logprobs)
         deltas = self._deltas(events)
@@ -315,7 +334,9 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         for index, each in enumerate(in_order(output)):
             pieces += self._opening(index)
             parser = self._parsers[index]
-            deltas = self._deltas(parser.feed(each.text) + parser.finish()) or [ChatDelta()]
+            events = parser.feed(each.text) + parser.finish()
+            self._note_thoughts(index, events)
+            deltas = self._deltas(events) or [ChatDelta()]
             added = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
             self._ended(added[-1], each, parser)
             pieces += added
@@ -331,7 +352,9 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
     def _whole_choice(self, index: int, output: SequenceOutput) -> ChatChoice:
         logprobs = self._logprobs(output.logprobs or [])
         parser = self.reader.parser()
-        message = self._message(parser.feed(output.text) + parser.finish())
+        events = parser.feed(output.text) + parser.finish()
+        self._note_thoughts(index, events)
+        message = self._message(events)
         choice = ChatChoice(index=index, message=message, logprobs=logprobs)
         return self._ended(choice, output, parser)
 
@@ -342,6 +365,11 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         note_end(choice, output)
         choice.finish_reason = self.reader.finish_reason(choice.finish_reason, parser)
         return choice
+
+    def _note_thoughts(self, index: int, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Reasoning):
+                self._thoughts[index].append(event.text)
 
     def _deltas(self, events: Iterable[Event]) -> list[ChatDelta]:
         """Events as pieces of a message."""

@@ -139,10 +139,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
             for prompt, output in enumerate(outputs)
             for place, each in enumerate(in_order(output))
         ]
-        whole = self.chunk(choices)
-        whole.usage = self.usage()
-        self.log(whole.usage)
-        return whole
+        return self.chunk(choices)
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(**self.head, choices=choices)
