@@ -13,6 +13,8 @@ import openai
 import pytest
 
 from octavo.engine.tokenizer import Tokenizer
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.http.endpoints.chat import ChatWriter
 from octavo.server.http.endpoints.responses import InputItem, input_messages
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, Tenant
@@ -338,6 +340,44 @@ def test_chats_count_their_reasoning_as_responses_do() -> None:
         assert await counts() == [expected, expected]
         scripted.text = "Yes."
         assert await counts() == [None, None]
+
+    asked(test)
+
+
+def test_reasoning_is_counted_for_those_who_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not ask a stream for its usage does not wait for that, and the log has no such
+    count: it is complete before."""
+    counted: list[list[str]] = []
+    logs: list[dict[str, Any]] = []
+    encode, count = EngineClient.encode, ChatWriter.count
+
+    async def encoding(
+        client: EngineClient, texts: list[str], field: str, *args: Any, **more: Any
+    ) -> list[list[int]]:
+        if field == "output":
+            counted.append(list(texts))
+        return await encode(client, texts, field, *args, **more)
+
+    async def counting(writer: ChatWriter) -> None:
+        logs.append(dict(writer.request.state.log))
+        await count(writer)
+
+    monkeypatch.setattr(EngineClient, "encode", encoding)
+    monkeypatch.setattr(ChatWriter, "count", counting)
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = "<think>hm, hm</think>Yes."
+        fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        async for _ in await client.chat.completions.create(**fields, stream=True):
+            pass
+        assert counted == logs == []
+        options = {"include_usage": True}
+        stream = await client.chat.completions.create(**fields, stream=True, stream_options=options)
+        *_, last = [chunk.usage async for chunk in stream]
+        whole = await client.chat.completions.create(**fields)
+        assert counted == [["hm, hm"]] * 2
+        for usage, log in zip((last, whole.usage), logs, strict=True):
+            assert log["output_tokens"] == usage.completion_tokens
 
     asked(test)
 

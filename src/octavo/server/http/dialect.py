@@ -128,7 +128,7 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
         """Finished beams, as pieces of a stream."""
 
     async def count(self) -> None:
-        """Count what the usage tells of the outputs, which are whole."""
+        """Count what a usage that is shown tells of the outputs, which are whole, and no log."""
 
     async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
         def written() -> Any:
@@ -140,9 +140,9 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
         size = sum(each.num_entries for each in self.streams)
         offload = context_of(self.request).client.offload
         whole = await offload.reply(size, written)
+        self.log(self.usage())
         await self.count()
         whole.usage = self.usage()
-        self.log(whole.usage)
         return await offload.reply(size, partial(reply, whole))
 
     def items(self) -> AsyncIterator[tuple[int, StreamEvent]]:
@@ -165,13 +165,12 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
                     written = await offload.reply(size, partial(self._events, prompt, item))
                 if written:
                     yield written
-            await self.count()
-            usage = self.usage()
-            self.log(usage)
+            self.log(self.usage())
             options = self.body.stream_options
             if options is not None and options.include_usage:
+                await self.count()
                 last = self.chunk([])
-                last.usage = usage
+                last.usage = self.usage()
                 yield event(last)
         except Exception as error:
             # The status is on its way already, so the error is an event of its own.
