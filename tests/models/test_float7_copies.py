@@ -66,7 +66,7 @@ def test_experts_have_them() -> None:
     few = replace(experts, routing=RoutingConfig(num_experts=8, top_k=2), hidden_size=1024)
     assert few.copied_tokens.start > counts.start
     assert not replace(few, intermediate_size=128).copied_tokens
-    for other in ({"method": "plain"}, {"intermediate_size": 704}):
+    for other in ({"method": "plain"}, {"intermediate_size": 704}, {"bias": True}):
         assert replace(experts, **other).copy_bytes == 0  # type: ignore[arg-type]
 
 

@@ -473,7 +473,7 @@ class ExpertsConfig:
         """For which numbers of tokens the copies are read; for none, if there are no copies."""
         routing = self.routing
         sizes = routing.num_experts, routing.top_k, self.hidden_size, self.intermediate_size
-        if self.copies == "float7" and self.method == "quantized":
+        if self.copies == "float7" and self.method == "quantized" and not self.bias:
             return float7.copied_expert_tokens(*sizes)
         if self.copies != "float12" or self.method != "plain" or self.bias:
             return range(0)

@@ -184,8 +184,8 @@ class ModelSize:
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Bytes of weights that a step of so many tokens and rows of logits reads, if all choices
-        of experts are equally likely. A small copy that only several tokens are multiplied by
-        counts for one, too: more tokens never take less time."""
+        of experts are equally likely. Copies that only several tokens are multiplied by, small ones
+        and those in 7 bits, count for one, too: more tokens never take less time."""
         saved = self.head_copy_saves if num_logits <= self.head_copy_rows else 0
         saved += _saved(self.copies_save, num_tokens)
         experts = self.expert_bytes - _saved(self.expert_copies_save, num_tokens)

@@ -230,7 +230,7 @@ def fetch_words(sources, tiles, bar, piece, block, place):
 
 @gluon.jit
 def _bytes_of(tile, REGISTERS: gl.constexpr, WARPS: gl.constexpr):
-    """A thread's words of a part, as bytes: int8 [pieces, 128 words' worth]."""
+    """A thread's words of a part, as bytes: int8 [pieces, 4 * words]."""
     PIECES: gl.constexpr = tile.shape[0]
     BYTES: gl.constexpr = 4 * tile.shape[1]
     OF_THREAD: gl.constexpr = BYTES // 32
