@@ -345,10 +345,12 @@ def test_chats_count_their_reasoning_as_responses_do() -> None:
 
 
 def test_reasoning_is_counted_for_those_who_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not ask a stream for its usage does not wait for that, and the log has no such
-    count: it is complete before."""
+    """Who does not ask a stream for its usage does not wait for that, nor is the text kept; and the
+    log has no such count: it is complete before."""
     counted: list[list[str]] = []
     logs: list[dict[str, Any]] = []
+    writers: list[ChatWriter] = []
+    make = ChatWriter.__init__
     encode, count = EngineClient.encode, ChatWriter.count
 
     async def encoding(
@@ -362,8 +364,13 @@ def test_reasoning_is_counted_for_those_who_see_it(monkeypatch: pytest.MonkeyPat
         logs.append(dict(writer.request.state.log))
         await count(writer)
 
+    def making(writer: ChatWriter, *args: Any) -> None:
+        writers.append(writer)
+        make(writer, *args)
+
     monkeypatch.setattr(EngineClient, "encode", encoding)
     monkeypatch.setattr(ChatWriter, "count", counting)
+    monkeypatch.setattr(ChatWriter, "__init__", making)
 
     async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
         scripted.text = "<think>hm, hm</think>Yes."
@@ -371,6 +378,7 @@ def test_reasoning_is_counted_for_those_who_see_it(monkeypatch: pytest.MonkeyPat
         async for _ in await client.chat.completions.create(**fields, stream=True):
             pass
         assert counted == logs == []
+        assert not writers[0]._thoughts
         options = {"include_usage": True}
         stream = await client.chat.completions.create(**fields, stream=True, stream_options=options)
         *_, last = [chunk.usage async for chunk in stream]

@@ -269,7 +269,10 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
         # What each choice begins with.
         self._echo = message_text(body.messages[-1], "messages[-1]") if body.echo else ""
-        self._thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by choices
+        options = body.stream_options
+        self._tells_usage = not body.stream or (options is not None and bool(options.include_usage))
+        # What of the answers is reasoning, by choices, if the usage is told.
+        self._thoughts: defaultdict[int, list[str]] = defaultdict(list)
         self._num_thought: int | None = None  # tokens of them
 
     async def count(self) -> None:
@@ -368,7 +371,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
 
     def _note_thoughts(self, index: int, events: Iterable[Event]) -> None:
         for event in events:
-            if isinstance(event, Reasoning):
+            if self._tells_usage and isinstance(event, Reasoning):
                 self._thoughts[index].append(event.text)
 
     def _deltas(self, events: Iterable[Event]) -> list[ChatDelta]:
