@@ -194,6 +194,7 @@ def test_products_give_what_those_of_8_bits_do(
         monkeypatch.setattr(linear_hopper, "linear_kernel", kernel)
     packed = pack_float7(form.weight)
     outputs = num_rows // 2 if epilogue.is_gated else num_rows
+    bias = None if epilogue.is_gated else numbers(1, num_rows, device=device)[0].bfloat16()
     is_rounded = epilogue.is_gated and rounding is Rounding.IN_TWO
     for is_partial in {False, tiles.splits > 1}:
         results = []
@@ -207,7 +208,7 @@ def test_products_give_what_those_of_8_bits_do(
                 out = torch.full((num_tokens, outputs), torch.nan, device=device).bfloat16()
             of_rows = scales, 1
             linear.launch_dense(
-                inputs, form.weight, None, out, epilogue, tiles, is_partial, of_rows, words
+                inputs, form.weight, bias, out, epilogue, tiles, is_partial, of_rows, words
             )
             results.append(out.values.view(torch.uint8) if is_rounded else out)  # type: ignore[union-attr]
         assert is_rounded or results[0].isfinite().all()
