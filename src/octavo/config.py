@@ -260,7 +260,8 @@ class EngineConfig:
     """Devices that share every layer of the model: so many GPUs of one kind, of this host or of a
     Ray cluster. Ranks on a CPU divide its threads."""
     rank_timeout: float = 60.0
-    """Seconds that a step may take with several ranks, until they are killed as hanging."""
+    """Seconds that a step may take with several ranks, until they are killed as hanging; and that
+    the start may be silent, if one of them was stopped."""
     seed: int = 0
     """Seed of requests without one, and of dummy weights."""
     max_logprobs: int = 20

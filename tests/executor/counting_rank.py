@@ -29,6 +29,8 @@ def make_counting(start: Start) -> tuple[Ready, Submit]:
         raise ModelError("model.safetensors is truncated")
     if is_mine and what == "exit-at-start":
         os._exit(3)
+    if is_mine and what == "stop-at-start":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def submit(plan: StepPlan) -> PendingStep:
         if is_mine and plan.step_id == 2:

@@ -202,16 +202,19 @@ def test_a_rank_that_reads_nothing_is_noticed_when_its_socket_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "text"),
+    ("model", "kind", "text", "options"),
     [
-        ("1:bad-file", ModelError, r"model.safetensors is truncated"),
-        ("2:exit-at-start", EngineFailed, r"rank 2 .*: it exited with status 3"),
+        ("1:bad-file", ModelError, r"model.safetensors is truncated", {}),
+        ("2:exit-at-start", EngineFailed, r"rank 2 .*: it exited with status 3", {}),
+        ("1:stop-at-start", EngineFailed, r"said nothing .*: rank 1 \(.*\) was stopped", SHORT),
     ],
 )
-def test_a_rank_that_cannot_start(model: str, kind: type[Exception], text: str) -> None:
+def test_a_rank_that_cannot_start(
+    model: str, kind: type[Exception], text: str, options: dict[str, float]
+) -> None:
     before = children(os.getpid())
     with pytest.raises(kind, match=text):
-        make_group(model)
+        make_group(model, **options)
     assert children(os.getpid()) <= before
 
 

@@ -117,13 +117,16 @@ class RankGroup:
             self._bury(process)
 
     def _receive(self, deadline: float | None) -> tuple[int, Any]:
-        """Wait for the next answer of any rank: (rank, Ready or StepResult)."""
+        """Wait for the next answer of any rank: (rank, Ready or StepResult). Without a deadline as
+        long as it takes, but not for ranks that were stopped."""
         while not self._received:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-            events = self._poll.poll(timeout)
-            if not events:
+            seconds = self._seconds if deadline is None else max(0.0, deadline - time.monotonic())
+            if events := self._poll.poll(seconds * 1e3):
+                self._read(events)
+            elif deadline is not None:
                 self._fail(self._hang("a step has not been computed"))
-            self._read(events)
+            elif self._stopped():
+                self._fail(self._hang("the ranks that start have said nothing"))
         return self._received.popleft()
 
     def _read(self, events: list[tuple[int, int]]) -> None:
@@ -150,10 +153,13 @@ class RankGroup:
 
     def _hang(self, what: str) -> EngineFailed:
         text = f"{what} within rank_timeout ({self._seconds:g} s)"
-        stopped = [str(each) for each in self._ranks if each.is_stopped()]
-        if stopped:
-            return EngineFailed(f"{text}: {', '.join(stopped)} was stopped")
+        if stopped := self._stopped():
+            return EngineFailed(f"{text}: {stopped} was stopped")
         return EngineFailed(f"{text}; raise it if steps take so long")
+
+    def _stopped(self) -> str:
+        """Names the ranks that were stopped, if there are any."""
+        return ", ".join(str(each) for each in self._ranks if each.is_stopped())
 
     def _bury(self, process: RankProcess, failed: Failed | None = None) -> NoReturn:
         """A rank has ended, or says that it fails. Find out which rank was the first."""
