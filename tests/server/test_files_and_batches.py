@@ -465,6 +465,33 @@ def test_tenants_see_their_own_files_alone(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_batch_goes_on_if_its_cancelling_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches, files = app.state.context.batches, app.state.context.files
+            file = add_file(app, tmp_path, token_line(0, 2))
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+
+            def full(source: Path, target: Path) -> None:
+                raise OSError(errno.ENOSPC, "no space left")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", full)
+                status, _, _ = await post(app, f"/v1/batches/{record.id}/cancel", b"")
+            assert status == 507
+            batches.start(app)
+            record = await ended(batches, record.id)
+            assert (record.status, record.cancelled_at) == ("completed", None)
+            assert answers_of(app, record.output_file_id).keys() == {"c0"}
+            await batches.stop()
+            files.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize("num_added", [0, 1])
 def test_a_batch_that_fails_at_its_end_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_added: int

@@ -135,11 +135,19 @@ class Batches:
         return record
 
     def cancel(self, record: BatchRecord) -> None:
-        """Give up what is not answered yet. ApiError 409 if the batch has ended."""
+        """Give up what is not answered yet.
+
+        Raises:
+            ApiError: 409 if the batch has ended; 507 if that cannot be recorded: then it goes on.
+        """
         if record.has_ended:
             raise ApiError(409, f"the batch is {record.status}", "batch_id", "already_ended")
-        record.cancelled_at = int(time.time())
-        self.records.put(record)
+        before, record.cancelled_at = record.cancelled_at, int(time.time())
+        try:
+            self.records.put(record)
+        except ApiError:  # the batch goes on, as its record says
+            record.cancelled_at = before
+            raise
         if self._running is not None and self._running[0] is record:
             self._running[1].cancel()
         self._is_due.set()
