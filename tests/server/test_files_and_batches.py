@@ -389,6 +389,29 @@ def test_uploads_at_the_same_time_are_no_more_than_there_is_room_for(tmp_path: P
     asyncio.run(test())
 
 
+def test_a_tenant_does_not_take_the_room_of_others(tmp_path: Path) -> None:
+    """Also where they see each other's files: their keys have no salt."""
+
+    async def test() -> None:
+        scripted = ScriptedClient()
+        keys = ApiKeys(["key-of-one", "key-of-two"])
+        settings = ServerSettings(("demo",), api_keys=keys, files_dir=str(tmp_path), max_files=2)
+        app = create_app(scripted, settings)
+        transport = httpx.ASGITransport(app)
+        statuses = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            form: dict[str, Any] = {"files": {"file": ("a", b"x\n")}, "data": {"purpose": "batch"}}
+            for key in ("key-of-one",) * 3 + ("key-of-two",) * 3:
+                headers = {"authorization": f"Bearer {key}"}
+                sent = await client.post("/v1/files", headers=headers, **form)
+                statuses.append(sent.status_code)
+        assert statuses == [200, 200, 400] * 2
+        app.state.context.files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+
+
 def test_bytes_without_a_record_do_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ class Shelf(msgspec.Struct):
     """What a directory can hold."""
 
     max_bytes: int  # of an uploaded file
-    max_files: int
+    max_files: int  # of a tenant, so that none takes the room of others
 
 
 class Records:
@@ -172,11 +172,11 @@ class FileStore:
         """Where its bytes are."""
         return self.records.directory / record.id
 
-    def check_room(self) -> None:
-        """ApiError 400 if there are as many files as there may be."""
-        if len(self.records) >= self.shelf.max_files:
-            limit = self.shelf.max_files
-            raise refused("file", f"there are {limit} files already; delete some", "too_many_files")
+    def check_room(self, tenant: Tenant) -> None:
+        """ApiError 400 if a tenant has as many files as it may."""
+        limit = self.shelf.max_files
+        if sum(record.tenant == tenant.name for record in self.records) >= limit:
+            raise refused("file", f"you have {limit} files already; delete some", "too_many_files")
 
     def new_part(self) -> Path:
         """Where a file can be written before it is added."""

@@ -61,15 +61,15 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 async def upload_file(request: Request) -> Response:
     """Upload a file of requests, as a form with the fields purpose (batch) and file."""
     _check_origin(request)
-    files = context_of(request).files
-    files.check_room()
+    files, tenant = context_of(request).files, tenant_of(request)
+    files.check_room(tenant)
     part = files.new_part()
     content_type = request.headers.get("content-type", "")
     upload = Upload(content_type, part, files.shelf.max_bytes, {"purpose"})
     try:
         await _receive(request, upload)
-        files.check_room()  # others may have come meanwhile
-        record = files.add(part, upload.filename, PURPOSE, tenant_of(request))
+        files.check_room(tenant)  # others may have come meanwhile
+        record = files.add(part, upload.filename, PURPOSE, tenant)
     finally:
         part.unlink(missing_ok=True)
     return reply(_shown(record))
