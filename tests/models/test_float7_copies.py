@@ -135,7 +135,7 @@ def test_tokens_are_those_without_them(
             executor = llm.engine.executor
             for module in executor._worker.runner._model.modules():  # type: ignore[attr-defined]
                 if isinstance(module, QuantizedExperts):
-                    assert (module._kernel._words is not None) == weight_copies  # type: ignore
+                    assert (module._kernel._words is not None) == weight_copies  # type: ignore[attr-defined]
             outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
             found.append([(each.token_ids, each.logprobs) for each in outputs])
     assert found[0] == found[1]

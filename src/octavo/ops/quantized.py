@@ -261,6 +261,12 @@ class QuantizedWeight:
         return [name for name in names if isinstance(getattr(self, name), Tensor)]
 
 
+def in_float7(values: Tensor) -> Tensor:
+    """Of values, divided by 2 ** UNIT, the nearest numbers of e4m3 (ops/cuda/float7.py): up to 448,
+    these have three bits of exponent."""
+    return (values * 2.0**-FLOAT7_UNIT).to(torch.float8_e4m3fn)
+
+
 def chunks(num_rows: int, num_columns: int, rows_together: int = 1) -> Iterator[slice]:
     """Rows of a matrix that are converted at once: a multiple of `rows_together`, but for the
     last ones, with about CHUNK_ELEMENTS elements."""
@@ -315,8 +321,7 @@ class ScaledFloat8(QuantizedWeight):
         spread = _spread_blocks(scales, (rows, columns), (num_rows, num_columns))
         values = (dense.float() / spread).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
         weight = values.to(torch.float8_e4m3fn)
-        # Times 2 ** -UNIT, where they have three bits of exponent alone.
-        fewer = (values * 2.0**-FLOAT7_UNIT).to(torch.float8_e4m3fn).float().mul_(2.0**FLOAT7_UNIT)
+        fewer = in_float7(values).float().mul_(2.0**FLOAT7_UNIT)
         error, error_of_fewer = (
             (values - rounded).square_().sum(dim=-1, keepdim=True)
             for rounded in (weight.float(), fewer)

@@ -43,7 +43,7 @@ from octavo.float7 import PIECE_ROWS, UNIT
 from octavo.ops.cuda.claims import claim, claimed, make_claims
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK
-from octavo.ops.cuda.float7 import allocate, descriptors_of, fetch_words, left_operand
+from octavo.ops.cuda.float7 import allocate, descriptors_of, fetch_rows, left_operand
 from octavo.ops.cuda.grouped_hopper import (
     await_gates,
     count_tiles,
@@ -58,7 +58,7 @@ from octavo.ops.cuda.grouped_hopper import (
     store_to,
     targets_of,
 )
-from octavo.ops.cuda.hopper import copy_async, fetch_tile, sync_threads
+from octavo.ops.cuda.hopper import copy_async, sync_threads
 from octavo.ops.cuda.two_float8 import in_two, scales_of_two
 from octavo.ops.quantized import Rounding
 
@@ -67,16 +67,6 @@ _BLOCK = tl.constexpr(BLOCK)  # inputs at once
 _ROWS = tl.constexpr(ROWS)
 _PIECE_ROWS, _UNIT = tl.constexpr(PIECE_ROWS), tl.constexpr(UNIT)
 _GROUP = tl.constexpr(Rounding.IN_TWO.group // BLOCK)  # steps whose inputs share a scale
-
-
-@gluon.jit
-def _fetch_matrix(sources, tiles, bar, row, step, place):
-    """Load a step of a matrix of a tile: FP8 as it is, or in 7 bits (float7.py)."""
-    if len(sources) == 1:
-        column = step * sources[0].block_type.shape[1]
-        fetch_tile(sources[0], [row, column], bar, tiles[0].index(place))
-    else:
-        fetch_words(sources, tiles, bar, row // _PIECE_ROWS, step, place)
 
 
 @gluon.jit
@@ -104,8 +94,8 @@ def _fetch(
             stage = step % STAGES
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            _fetch_matrix(sources, tiles, ready.index(stage), row, k, 2 * stage)
-            _fetch_matrix(sources, tiles, ready.index(stage), up_row, k, 2 * stage + 1)
+            fetch_rows(sources, tiles, ready.index(stage), row, 2 * stage, k)
+            fetch_rows(sources, tiles, ready.index(stage), up_row, 2 * stage + 1, k)
             step += 1
         tile = claim(claims, count, counter) - before
         count += 1

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.float7 import PIECE_INPUTS, PIECE_ROWS, UNIT
 from octavo.ops.cuda.hopper import allocate_tiles, fetch_tile, recast, swizzled_descriptor
-from octavo.ops.quantized import chunks
+from octavo.ops.quantized import chunks, in_float7
 
 PIECE_WORDS = 224  # int32: four of each thread, then two of each thread, then one of each
 PARTS = (128, 64, 32)  # words of a piece that are fetched together
@@ -73,12 +73,7 @@ def takes_float7(weight: Tensor) -> bool:
 
 def _is_kept(weight: Tensor) -> Tensor:
     values = weight.float()
-    return (_small(values).float() * 2.0**UNIT == values).all()
-
-
-def _small(values: Tensor) -> Tensor:
-    """W / 2 ** UNIT in e4m3."""
-    return (values * 2.0**-UNIT).to(torch.float8_e4m3fn)
+    return (in_float7(values).float() * 2.0**UNIT == values).all()
 
 
 def pack_float7(weight: Tensor) -> Float7Weight:
@@ -92,7 +87,7 @@ def pack_float7(weight: Tensor) -> Float7Weight:
         launch_packing(weight, words)
         return Float7Weight((num_rows, size), words)
     for rows in chunks(num_rows, size, PIECE_ROWS):
-        codes = _small(weight[rows].float()).view(torch.uint8)
+        codes = in_float7(weight[rows].float()).view(torch.uint8)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % PIECE_ROWS))
         first = rows.start // PIECE_ROWS
         words[first : first + len(codes) // PIECE_ROWS] = _words(codes)
@@ -220,7 +215,24 @@ def allocate(sources, COUNT: gl.constexpr, BLOCKS: gl.constexpr = 1):
 
 
 @gluon.jit
-def fetch_words(sources, tiles, bar, piece, block, place):
+def fetch_rows(
+    sources, tiles, bar, row, place, step, BLOCKS: gl.constexpr = 1, DOWN: gl.constexpr = 0
+):
+    """Load a tile of W, of a step's inputs, from `row` on: as it is, or BLOCKS of inputs in words.
+
+    DOWN: of W as it is, see linear_hopper.py's `produce`.
+    """
+    if len(sources) == 1:
+        ACROSS: gl.constexpr = 0 if DOWN else sources[0].block_type.shape[1]
+        fetch_tile(sources[0], [row + step * DOWN, step * ACROSS], bar, tiles[0].index(place))
+    else:
+        for j in gl.static_range(BLOCKS):
+            block = step * BLOCKS + j
+            _fetch_words(sources, tiles, bar, row // _ROWS, block, place * BLOCKS + j)
+
+
+@gluon.jit
+def _fetch_words(sources, tiles, bar, piece, block, place):
     """Load a tile of W: pieces from `piece` on, of a block of inputs."""
     word = block * _WORDS
     fetch_tile(sources[0], [piece, word], bar, tiles[0].index(place))

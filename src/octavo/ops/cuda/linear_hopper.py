@@ -29,7 +29,7 @@ from octavo.ops.cuda.float7 import (
     PIECE_WORDS,
     allocate,
     descriptors_of,
-    fetch_words,
+    fetch_rows,
     left_halves,
     left_operand,
 )
@@ -37,18 +37,6 @@ from octavo.ops.cuda.hopper import fetch_tile, sync_threads
 
 _PIECE_BYTES = tl.constexpr(4 * PIECE_WORDS)
 _PIECE_ROWS, _PIECE_INPUTS = tl.constexpr(PIECE_ROWS), tl.constexpr(PIECE_INPUTS)
-
-
-@gluon.jit
-def _fetch_rows(sources, tiles, bar, row, place, step, BLOCKS: gl.constexpr, DOWN: gl.constexpr):
-    """Load the weights of a stage from `row` on: as they are, or BLOCKS of inputs in 7 bits."""
-    if len(sources) == 1:
-        ACROSS: gl.constexpr = 0 if DOWN else sources[0].block_type.shape[1]
-        fetch_tile(sources[0], [row + step * DOWN, step * ACROSS], bar, tiles[0].index(place))
-    else:
-        for j in gl.static_range(BLOCKS):
-            block = step * BLOCKS + j
-            fetch_words(sources, tiles, bar, row // _PIECE_ROWS, block, place * BLOCKS + j)
 
 
 @gluon.jit
@@ -65,9 +53,9 @@ def _fetch_weights(
     DOWN: gl.constexpr,
 ):
     bar = ready.index(stage)
-    _fetch_rows(sources, tiles, bar, row, stage * HALVES, step, BLOCKS, DOWN)
+    fetch_rows(sources, tiles, bar, row, stage * HALVES, step, BLOCKS, DOWN)
     if HALVES == 2:
-        _fetch_rows(sources, tiles, bar, second_row, stage * 2 + 1, step, BLOCKS, DOWN)
+        fetch_rows(sources, tiles, bar, second_row, stage * 2 + 1, step, BLOCKS, DOWN)
 
 
 @gluon.jit

@@ -345,6 +345,7 @@ def _splits(num_tokens: int, num_tiles: int, num_blocks: int, per_sm: int = 1) -
     return filled
 
 
+@cache
 def with_words(tiles: linear_table.Tiles, numbers: int, is_gated: bool) -> linear_table.Tiles:
     """The same tiles of linear_hopper.py's kernel for W in 7 bits, with as many stages as fit.
 

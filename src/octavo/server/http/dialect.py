@@ -82,6 +82,15 @@ class ReplyWriter(ABC, Generic[BodyT]):
     def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
 
+    async def count(self) -> None:
+        """Count what the end of the reply tells of the outputs, which are whole, and no log."""
+
+    async def tokenized_again(self, texts: Sequence[str]) -> int:
+        """How many tokens these parts of the outputs have."""
+        client = context_of(self.request).client
+        encoded = await client.encode(texts, "output", add_special_tokens=False, any_length=True)
+        return sum(map(len, encoded))
+
     def usage(self) -> Usage:
         """What has been read and written so far."""
         num_prompt = sum(len(each.prompt_token_ids) for each in self.streams)
@@ -126,9 +135,6 @@ class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
     @abstractmethod
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChoiceT]:
         """Finished beams, as pieces of a stream."""
-
-    async def count(self) -> None:
-        """Count what a usage that is shown tells of the outputs, which are whole, and no log."""
 
     async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
         def written() -> Any:

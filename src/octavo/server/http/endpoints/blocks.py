@@ -173,9 +173,6 @@ class BlockWriter(ReplyWriter[ChatBody]):
     def error_event(self, error: ApiError) -> Any:
         """The event that ends a stream which cannot go on."""
 
-    async def count(self) -> None:
-        """Count what the end of the reply tells of the blocks, which are whole."""
-
     async def respond(self, outputs: Sequence[RequestOutput]) -> Response:
         [output] = outputs
         [sample] = output.outputs

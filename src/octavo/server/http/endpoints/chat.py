@@ -26,7 +26,7 @@ from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
 from octavo.server.http.bodies import NOT_SUPPORTED, UNSUPPORTED, Integer, Refused
-from octavo.server.http.context import Context, context_of
+from octavo.server.http.context import Context
 from octavo.server.http.conversations import (
     ASSISTANT,
     Messages,
@@ -278,11 +278,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
     async def count(self) -> None:
         if self._thoughts:
             texts = ["".join(pieces) for pieces in self._thoughts.values()]
-            client = context_of(self.request).client
-            encoded = await client.encode(
-                texts, "output", add_special_tokens=False, any_length=True
-            )
-            self._num_thought = sum(map(len, encoded))
+            self._num_thought = await self.tokenized_again(texts)
 
     def usage(self) -> Usage:
         usage = super().usage()

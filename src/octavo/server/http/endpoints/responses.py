@@ -362,13 +362,8 @@ class ResponsesWriter(BlockWriter):
 
     async def count(self) -> None:
         thoughts = "".join(each.text for each in self.blocks.all if each.kind == "reasoning")
-        if not thoughts:
-            return
-        client = context_of(self.request).client
-        [token_ids] = await client.encode(
-            [thoughts], "output", add_special_tokens=False, any_length=True
-        )
-        self._num_thought = len(token_ids)
+        if thoughts:
+            self._num_thought = await self.tokenized_again([thoughts])
 
     def reply(self) -> ResponseObject:
         return self._ended()
