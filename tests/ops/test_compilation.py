@@ -14,19 +14,28 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("variants", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_kernels_compile_for_hopper_without_a_gpu(variants: str) -> None:
+def last_line(program: str, *arguments: str) -> str:
+    """What a program beside this file prints last, in a process without the interpreter."""
     paths = [*sys.path, str(HERE), str(HERE.parent)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "compile_kernels.py"), variants],
+        [sys.executable, "-W", "ignore", str(HERE / program), *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    compiled = ast.literal_eval(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def test_kernels_are_compiled_together_and_not_launched() -> None:
+    assert last_line("compile_together.py") == "compiled together"
+
+
+@pytest.mark.parametrize("variants", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_kernels_compile_for_hopper_without_a_gpu(variants: str) -> None:
+    compiled = ast.literal_eval(last_line("compile_kernels.py", variants))
     expected = {"_decode_kernel", "_prefill_kernel", "_cascade_kernel", "_norm_kernel"}
     expected |= {"prefill_hopper_kernel", "_cluster_kernel"}
     expected |= {

@@ -37,7 +37,7 @@ from octavo.ops.cuda.expert_tiles import (
     tokens_per_tile,
 )
 from octavo.ops.cuda.expert_weights import ExpertMatrices
-from octavo.ops.cuda.routing import CudaRouter, list_blocks
+from octavo.ops.cuda.routing import CudaRouter, empty_lists, list_blocks
 from octavo.ops.cuda.routing_in_kernel import routes_in_kernel
 from octavo.ops.cuda.routing_normed import CudaNormRouter
 from octavo.ops.epilogue import Epilogue
@@ -281,6 +281,13 @@ def assert_listed(routed: Routed, num_experts: int) -> None:
     count = int(wanted.num_blocks)
     for name in ("experts", "begins", "ends"):
         assert torch.equal(getattr(routed.lists, name)[:count], getattr(wanted, name)[:count]), name
+
+
+def test_lists_begin_where_kernels_expect_it(device: torch.device) -> None:
+    """Kernels are compiled again for arrays that do not begin at multiples of 16 bytes."""
+    for num_tokens in range(2, 40):
+        lists = empty_lists(num_tokens, 3, 13, device)
+        assert not any(each.data_ptr() % 16 for each in lists[:5])
 
 
 @pytest.mark.parametrize(

@@ -443,11 +443,91 @@ def test_kernels_that_no_graph_holds_are_launched_before_any_step(
     monkeypatch.setattr(cuda, "copy_blocks", lambda *_: launched.add(("copy", 1)))
     executor = overlapped.executor
     assert isinstance(executor, CudaExecutor)
+    runner = executor.runner
+    logits = runner._model.logits
+
+    def headed(hidden: torch.Tensor) -> torch.Tensor:
+        launched.add(("head", len(hidden)))
+        return logits(hidden)
+
+    monkeypatch.setattr(model_runner, "_FEW_ROWS", 3)
+    monkeypatch.setattr(runner._model, "logits", headed)
+    monkeypatch.setattr(runner, "_launch_uncaptured", lambda sizes: launched.add(("sizes", sizes)))
     with torch.inference_mode():
-        executor.runner._launch_others()
+        runner._launch_others((1, 2))
     counts = [1, FEW_DRAWS + 1, FEW_LIMITED + 1]
     expected = {(mode, count) for mode in get_args(DrawMode) for count in counts}
-    assert launched == expected | {("best", number) for number in NUMBERS} | {("copy", 1)}
+    expected |= {("best", number) for number in NUMBERS}
+    # Of prompts whose tokens are scored, the head has as many rows as a step has tokens.
+    expected |= {("head", number) for number in (1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK)}
+    assert launched == expected | {("copy", 1), ("sizes", (1, 2))}
+
+
+def test_kernels_of_steps_that_are_not_captured_are_launched_before_any_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those with cascade attention, of decodes that are not padded beside prompts, and of prompts
+    of which all hidden states are asked for."""
+    overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
+    executor = overlapped.executor
+    assert isinstance(executor, CudaExecutor)
+    runner, choose = executor.runner, triton_backend.decode_config
+    launched, whole = set[Any](), list[int]()
+
+    def chosen(dtype: torch.dtype, head_dim: int, group: int, pairs: int, *rest: Any) -> Any:
+        config = choose(dtype, head_dim, group, pairs, *rest)
+        return replace(config, num_programs=1 if pairs <= 4 else 2)
+
+    def forwarded(staged: model_runner.StagedStep) -> None:
+        assert staged.captured is not None
+        if staged.captured.mixed and staged.logits_indices is None:
+            whole.append(len(staged.input_ids))
+            return
+        configs, has_cascades = staged.captured.kernels  # type: ignore[misc]
+        assert has_cascades == configs[0].has_cascade
+        programs = configs[0].num_programs
+        launched.add((len(staged.rows), programs, has_cascades, staged.captured.mixed is not None))
+
+    monkeypatch.setattr(triton_backend, "decode_config", chosen)
+    monkeypatch.setattr(runner, "_forward", forwarded)
+    with torch.inference_mode():
+        runner._launch_uncaptured((1, 2, 3, 4))
+    # Of three and four sequences, decodes have the same kernels; two that are mixed with a prompt
+    # have as many tokens as three, for which others are chosen.
+    assert {each for each in launched if not each[3]} == {
+        (rows, 1 if rows <= 2 else 2, has_cascade, False)
+        for rows in (1, 2, 3)
+        for has_cascade in (False, True)
+    }
+    assert {each[1:3] for each in launched if each[3]} == {
+        (programs, has_cascade) for programs in (1, 2) for has_cascade in (False, True)
+    }
+    assert whole == [1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK]
+
+
+def test_the_encoders_kernels_are_launched_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By inputs of each size; what they write goes to the null block."""
+    config = make_config(
+        str(model_zoo.model_directory("t5")),
+        **{"device": "cpu", "num_blocks": 24, "block_size": 16, "max_model_len": 40},
+        **{"max_num_seqs": 2, "max_num_batched_tokens": 24},
+    )
+    model_config = read_model_config(config.model).with_max_model_len(40)
+    executor = CudaExecutor(config, model_config, Graphs([2], [], DEVICE))
+    runner, encoded = executor.runner, list[list[int]]()
+    runner.kv_cache.blocks.zero_()
+    encode = runner._model.encode
+
+    def noted(ids: torch.Tensor, positions: torch.Tensor, lens: list[int], backend: Any) -> None:
+        encoded.append(lens)
+        encode(ids, positions, lens, backend)
+
+    monkeypatch.setattr(runner._model, "encode", noted)
+    monkeypatch.setattr(runner, "_launch_uncaptured", lambda sizes: None)
+    with torch.inference_mode():
+        runner._launch_others((2,))
+    assert encoded == [[n] for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 23)]
+    assert not runner.kv_cache.blocks[1:].any()
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

@@ -51,17 +51,35 @@ def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[PaddedSizes]:
 class Graphs:
     """Owns the captured graphs, by key, and their memory."""
 
-    def __init__(self, sizes: list[int], mixed: list[PaddedSizes], device: torch.device) -> None:
-        """`sizes`: for steps of decodes, in sequences; `mixed`: for other steps; both ascending."""
+    def __init__(
+        self,
+        sizes: list[int],
+        mixed: list[PaddedSizes],
+        device: torch.device,
+        captures: bool = True,
+    ) -> None:
+        """
+        Args:
+            sizes: for steps of decodes, in sequences, ascending.
+            mixed: for other steps, ascending.
+            captures: otherwise work is run as it is, each time.
+        """
         self.sizes = sizes
         self.mixed = mixed
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
-        self._captures = device.type == "cuda"  # on a CPU, steps are padded but not captured
+        self._compiles = device.type == "cuda"
+        self._captures = captures and self._compiles  # on a CPU, steps are padded but not captured
         if self._captures:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def some(self) -> Graphs:
+        """Fewer sizes, with nearly all kernels of all, whose work is not captured."""
+        mixed = {each.num_tokens.bit_length(): each for each in self.mixed}
+        sizes = {size.bit_length(): size for size in self.sizes}
+        return Graphs([*sizes.values()], [*mixed.values()], self._device, captures=False)
 
     @property
     def num_graphs(self) -> int:
@@ -97,8 +115,8 @@ class Graphs:
 
     def compile(self, work: Callable[[], None]) -> None:
         """Run `work`, whose kernels are those of steps that no graph holds, so that they are
-        compiled before; only where steps are captured."""
-        if self._captures:
+        compiled before; only where kernels are compiled."""
+        if self._compiles:
             work()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:

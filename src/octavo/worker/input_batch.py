@@ -187,7 +187,13 @@ class InputBatch:
     def encoder_input(self, seq_ids: Sequence[int]) -> EncoderInput:
         """The encoder inputs of these sequences."""
         rows = self.rows_of(seq_ids)
-        inputs = [self._encoder_ids[row] for row in rows.tolist()]
+        return self._encoder_input(rows, [self._encoder_ids[row] for row in rows.tolist()])
+
+    def encoder_padding(self, num_tokens: int) -> EncoderInput:
+        """An input of so many tokens that no sequence has, whose K and V go to the null block."""
+        return self._encoder_input(np.zeros(1, np.int64), [[0] * num_tokens])
+
+    def _encoder_input(self, rows: Int64s, inputs: Sequence[Sequence[int]]) -> EncoderInput:
         lens = np.array(list(map(len, inputs)), np.int64)
         starts = np.zeros(len(lens) + 1, np.int64)
         lens.cumsum(out=starts[1:])

@@ -49,8 +49,16 @@ from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.cascade import least_saved_keys
 from octavo.worker.device.base import Device
 from octavo.worker.graphs import Graphs
-from octavo.worker.input_batch import InputBatch, Int32s, Int64s, ModelInput, PromptChunk
+from octavo.worker.input_batch import (
+    EncoderInput,
+    InputBatch,
+    Int32s,
+    Int64s,
+    ModelInput,
+    PromptChunk,
+)
 from octavo.worker.kv_cache import KVCache
+from octavo.worker.logprobs import rows_at_once
 from octavo.worker.prompt_reading import read_prompts
 from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
 from octavo.worker.sampler import (
@@ -64,6 +72,7 @@ from octavo.worker.submitted_step import SubmittedStep
 Integer = TypeVar("Integer", bound=np.integer[Any])
 # Rows up to which kernels of the head depend on their number in steps that are not padded.
 _FEW_ROWS = 64
+_MOST_VARIED = 1025  # tokens up to which kernels of layers depend on their number
 
 
 class Captured(NamedTuple):
@@ -143,6 +152,7 @@ class ModelRunner:
         num_rows = 2 * scheduler.max_num_seqs + 1
         encoder = model_config.encoder
         self._longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
+        self._longest_encoded = model_config.longest_encoder_input(scheduler.max_num_batched_tokens)
         places = [LayerPlace(*layout.places()[layer.layer_id]) for layer in layers]
         self._device = device
         self._model = model
@@ -389,7 +399,10 @@ class ModelRunner:
 
     def _encode(self, seq_ids: Sequence[int]) -> None:
         """Run the encoder for the inputs of these sequences, and write K and V of its result."""
-        device, given = self._device, self._batch.encoder_input(seq_ids)
+        self._run_encoder(self._batch.encoder_input(seq_ids))
+
+    def _run_encoder(self, given: EncoderInput) -> None:
+        device = self._device
         self._backend.plan_encoded(given.places)
         self._model.encode(
             device.upload(given.input_ids),
@@ -519,18 +532,46 @@ class ModelRunner:
                 for mode in get_args(DrawMode):
                     work = partial(self._draw_captured, mode, staged.sampled_rows)
                     graphs.prepare((mode, size), work)
-            staged = self._stage_padding(Captured(graphs.sizes[0]), has_cascade=True)
-            self._forward_captured(staged)
-            graphs.compile(self._launch_others)
+            graphs.compile(partial(self._launch_others, graphs.sizes))
 
-    def _launch_others(self) -> None:
-        """Launch kernels that steps need which no graph holds: of copies of blocks, of the head for
-        any number of sequences, and of what the sampler does beside drawing from each row."""
+    def _launch_others(self, sizes: Sequence[int]) -> None:
+        """Launch kernels that steps need which no graph holds: of copies of blocks, of the encoder,
+        of layers in steps that are not captured, of the head for any number of rows, and of what
+        the sampler does beside drawing from each row. `sizes`: Graphs.sizes."""
         no_tokens = self._device.upload(np.array([BlockCopy(0, 0, 0)], np.int32))
         self._device.copy_blocks(self.kv_cache.blocks, no_tokens)
-        for number in range(1, min(len(self._hidden), _FEW_ROWS) + 1):
-            logits = self._model.logits(self._hidden[:number])
-        self._sampler.drawer.compile(logits, self._sampler.vocabulary)
+        for size in _some_up_to(self._longest_encoded):
+            self._run_encoder(self._batch.encoder_padding(size))
+        self._launch_uncaptured(sizes)
+        vocabulary, hidden = self._sampler.vocabulary, self._hidden
+        scored = min(self._staging.max_num_tokens, rows_at_once(vocabulary.size))  # of prompts
+        most = max(len(hidden), scored)
+        rows = hidden.new_zeros((most, hidden.shape[1]))
+        few = range(1, min(most, _FEW_ROWS) + 1)
+        for number in sorted({*few, *_some_up_to(most)}):
+            logits = self._model.logits(rows[:number])
+        self._sampler.drawer.compile(logits, vocabulary)
+
+    def _launch_uncaptured(self, sizes: Sequence[int]) -> None:
+        """Run steps that differ in their kernels from those of graphs: with cascade attention; with
+        so many prompts that nothing is padded, decodes neither; and with prompts that are scored,
+        of which the hidden states of all tokens are returned."""
+        most = self._staging.max_num_tokens
+        launched = set[Hashable]()
+        for size, has_cascade, is_mixed in product(sizes, (False, True), (False, True)):
+            captured = Captured(size)
+            if is_mixed:
+                num_tokens = min(size + 1, most)
+                captured = Captured(num_tokens, PaddedSizes(num_tokens, size, num_chunks=1))
+            staged = self._stage_padding(captured, has_cascade=has_cascade)
+            assert staged.captured is not None, "it is padded as a captured step"
+            kind = staged.captured.kernels, is_mixed, (captured.size - 1).bit_length()
+            if kind not in launched:
+                launched.add(kind)
+                self._forward(staged)
+        for size in _some_up_to(min(most, _MOST_VARIED)):
+            staged = self._stage_padding(Captured(size, PaddedSizes(size, 1, num_chunks=1)))
+            self._forward(staged._replace(logits_indices=None))
 
     def _captured_as(self, plan: StepPlan) -> Captured | None:
         """The graph that computes the plan, padded; None if no graph does."""
@@ -602,6 +643,14 @@ class ModelRunner:
         token_ids = self._sampler.draw_captured(logits, mode)
         assert self._pending is not None, "graphs are for devices that keep tokens"
         self._pending.deliver(token_ids, rows, self._model.num_hit_experts)
+
+
+def _some_up_to(most: int) -> list[int]:
+    """Powers of two and what follows them, up to `most`, and `most`: of each range of sizes that
+    kernels differ by, one."""
+    powers = [1 << bits for bits in range(most.bit_length())]
+    sizes = {size for power in powers for size in (power, power + 1) if size < most}
+    return sorted((sizes | {most}) - {0})
 
 
 def _num_shapes(layers: Sequence[LayerSpec], places: Sequence[LayerPlace]) -> int:

@@ -91,6 +91,8 @@ def launch(
         args, options: as for a launch without clusters.
     """
     compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+    if compiled is None:  # other threads compile it: see compiled_together
+        return
     num_warps, _, shared_memory = compiled.packed_metadata
     compiled.packed_metadata = num_warps, cluster, shared_memory
     kernel.run(*args, grid=grid, warmup=False, **options)

@@ -19,12 +19,12 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import TritonError
 
 from octavo.ops.communicator import Communicator
+from octavo.ops.cuda.compilation import num_threads
 from octavo.ops.cuda.shared_workspace import replay
 from octavo.ops.tuning import Tunable, TuningFile, Work, distinct
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 8  # that compile; part of it holds the interpreter's lock
 _REPLAYS = 9
 # What an option may raise that does not fit this card.
 _FAILURES = (CompilationError, TritonError, torch.cuda.OutOfMemoryError)
@@ -90,10 +90,9 @@ class CudaMeter:
 
     def compile(self, works: Sequence[Work]) -> list[bool]:
         """See Meter.compile: several at once."""
-        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         # A thread has no CUDA context, which TMA's descriptors need, before its first call of CUDA.
         enter = partial(torch.cuda.synchronize, self._device)
-        with ThreadPoolExecutor(num_threads, initializer=enter) as pool:
+        with ThreadPoolExecutor(num_threads(), initializer=enter) as pool:
             return list(pool.map(self._compile, works))
 
     def _compile(self, work: Work) -> bool:

@@ -15,6 +15,7 @@ from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory
 from octavo.memory_budget import FixedMemory, MemoryBudget, format_bytes
 from octavo.models.config import ModelConfig
+from octavo.ops.cuda.compilation import compiled_together
 from octavo.worker.device.base import Demand, MakeRunner
 from octavo.worker.graphs import Graphs
 
@@ -82,6 +83,10 @@ def _measure(
     graphs: Graphs | None,
 ) -> FixedMemory:
     """What weights, the largest step and the graphs take, by running such a step."""
+    if graphs is not None and device.type == "cuda":
+        with compiled_together():
+            make_runner(1, 0, graphs.some())
+        release_cached()
     torch.cuda.reset_peak_memory_stats(device)
     present = torch.cuda.memory_allocated(device)
     runner = make_runner(1, 0, None)
