@@ -51,6 +51,7 @@ class FakeModel:
         self.forward_calls: list[int] = []
         self.config = SimpleNamespace(
             encoder=None,
+            longest_encoder_input=lambda _: 0,
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             max_model_len=512,

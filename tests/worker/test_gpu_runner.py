@@ -421,10 +421,10 @@ def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
 
 
-def test_kernels_that_no_graph_holds_are_launched_before_any_step(
+def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are compiled then, in place of while requests are served."""
+    """Those of the head, of the sampler and of copies of blocks."""
     overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
     launched = set[tuple[str, Any]]()
 
@@ -452,9 +452,9 @@ def test_kernels_that_no_graph_holds_are_launched_before_any_step(
 
     monkeypatch.setattr(model_runner, "_FEW_ROWS", 3)
     monkeypatch.setattr(runner._model, "logits", headed)
-    monkeypatch.setattr(runner, "_launch_uncaptured", lambda sizes: launched.add(("sizes", sizes)))
+    monkeypatch.setattr(runner, "_launch_steps", lambda sizes: launched.add(("sizes", sizes)))
     with torch.inference_mode():
-        runner._launch_others((1, 2))
+        runner._launch_kernels((1, 2))
     counts = [1, FEW_DRAWS + 1, FEW_LIMITED + 1]
     expected = {(mode, count) for mode in get_args(DrawMode) for count in counts}
     expected |= {("best", number) for number in NUMBERS}
@@ -463,11 +463,11 @@ def test_kernels_that_no_graph_holds_are_launched_before_any_step(
     assert launched == expected | {("copy", 1), ("sizes", (1, 2))}
 
 
-def test_kernels_of_steps_that_are_not_captured_are_launched_before_any_step(
+def test_kernels_of_all_steps_are_compiled_before_any_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those with cascade attention, of decodes that are not padded beside prompts, and of prompts
-    of which all hidden states are asked for."""
+    """Of decodes, alone and beside prompts, with cascade attention and without; and of prompts of
+    which all hidden states are asked for."""
     overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
     executor = overlapped.executor
     assert isinstance(executor, CudaExecutor)
@@ -489,9 +489,13 @@ def test_kernels_of_steps_that_are_not_captured_are_launched_before_any_step(
         launched.add((len(staged.rows), programs, has_cascades, staged.captured.mixed is not None))
 
     monkeypatch.setattr(triton_backend, "decode_config", chosen)
+    drawn = set[Any]()
     monkeypatch.setattr(runner, "_forward", forwarded)
+    monkeypatch.setattr(
+        runner, "_draw_captured", lambda mode, rows: drawn.add((mode, (len(rows) - 1).bit_length()))
+    )
     with torch.inference_mode():
-        runner._launch_uncaptured((1, 2, 3, 4))
+        runner._launch_steps((1, 2, 3, 4))
     # Of three and four sequences, decodes have the same kernels; two that are mixed with a prompt
     # have as many tokens as three, for which others are chosen.
     assert {each for each in launched if not each[3]} == {
@@ -503,9 +507,10 @@ def test_kernels_of_steps_that_are_not_captured_are_launched_before_any_step(
         (programs, has_cascade) for programs in (1, 2) for has_cascade in (False, True)
     }
     assert whole == [1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK]
+    assert drawn == {(mode, kind) for mode in get_args(DrawMode) for kind in range(3)}
 
 
-def test_the_encoders_kernels_are_launched_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoders_kernels_are_compiled_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """By inputs of each size; what they write goes to the null block."""
     config = make_config(
         str(model_zoo.model_directory("t5")),
@@ -523,9 +528,9 @@ def test_the_encoders_kernels_are_launched_before_any_step(monkeypatch: pytest.M
         encode(ids, positions, lens, backend)
 
     monkeypatch.setattr(runner._model, "encode", noted)
-    monkeypatch.setattr(runner, "_launch_uncaptured", lambda sizes: None)
+    monkeypatch.setattr(runner, "_launch_steps", lambda sizes: None)
     with torch.inference_mode():
-        runner._launch_others((2,))
+        runner._launch_kernels((2,))
     assert encoded == [[n] for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 23)]
     assert not runner.kv_cache.blocks[1:].any()
 

@@ -62,24 +62,18 @@ class Graphs:
         Args:
             sizes: for steps of decodes, in sequences, ascending.
             mixed: for other steps, ascending.
-            captures: otherwise work is run as it is, each time.
+            captures: otherwise a runner launches all kernels once, and captures nothing.
         """
         self.sizes = sizes
         self.mixed = mixed
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
-        self._compiles = device.type == "cuda"
-        self._captures = captures and self._compiles  # on a CPU, steps are padded but not captured
+        self.captures = captures
+        self._captures = captures and device.type == "cuda"  # on a CPU, steps are padded alone
         if self._captures:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def some(self) -> Graphs:
-        """Fewer sizes, with nearly all kernels of all, whose work is not captured."""
-        mixed = {each.num_tokens.bit_length(): each for each in self.mixed}
-        sizes = {size.bit_length(): size for size in self.sizes}
-        return Graphs([*sizes.values()], [*mixed.values()], self._device, captures=False)
 
     @property
     def num_graphs(self) -> int:
@@ -112,12 +106,6 @@ class Graphs:
         work()
         if self._captures:
             self._graphs[key] = self._capture(work)
-
-    def compile(self, work: Callable[[], None]) -> None:
-        """Run `work`, whose kernels are those of steps that no graph holds, so that they are
-        compiled before; only where kernels are compiled."""
-        if self._compiles:
-            work()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Run `work`, which makes the same launches whenever the key is the same.

@@ -197,7 +197,11 @@ class ModelRunner:
             # What captured steps leave: hidden states of the last tokens.
             most, place = scheduler.max_num_seqs, device.torch_device
             self._hidden = torch.zeros((most, model_config.hidden_size), dtype=dtype, device=place)
-            self._capture(graphs)
+            with torch.inference_mode():
+                if graphs.captures:
+                    self._capture(graphs)
+                else:
+                    self._launch_kernels(graphs.sizes)
         if model.num_hit_experts is not None:
             model.num_hit_experts.zero_()
 
@@ -512,37 +516,38 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- captured steps
 
+    @property
+    def _lengths(self) -> list[int]:
+        """A context of each range for which attention of few sequences has kernels of its own."""
+        limits: tuple[int, ...] = getattr(self._backend, "context_limits", ())
+        return [*(each for each in limits if each < self._longest), self._longest]
+
     def _capture(self, graphs: Graphs) -> None:
         """Capture steps of every kind and size, the largest first: the others fit into its memory.
 
         A step that is captured while requests are served would keep them waiting. Steps with
-        cascade attention are, but their kernels are compiled here, as others are that no graph has.
+        cascade attention are, but their kernels have been compiled by `_launch_kernels`.
         """
-        limits: tuple[int, ...] = getattr(self._backend, "context_limits", ())
-        lengths = [*(each for each in limits if each < self._longest), self._longest]
-        with torch.inference_mode():
-            for mixed, longest in product(reversed(graphs.mixed), lengths):
-                staged = self._stage_padding(Captured(mixed.num_tokens, mixed), longest)
+        for mixed, longest in product(reversed(graphs.mixed), self._lengths):
+            staged = self._stage_padding(Captured(mixed.num_tokens, mixed), longest)
+            graphs.prepare(staged.captured, partial(self._forward_captured, staged))
+        for size in reversed(graphs.sizes):
+            for longest in self._lengths:
+                staged = self._stage_padding(Captured(size), longest)
                 graphs.prepare(staged.captured, partial(self._forward_captured, staged))
-            for size in reversed(graphs.sizes):
-                for longest in lengths:
-                    staged = self._stage_padding(Captured(size), longest)
-                    graphs.prepare(staged.captured, partial(self._forward_captured, staged))
-                assert staged.sampled_rows is not None, "those of padding"
-                for mode in get_args(DrawMode):
-                    work = partial(self._draw_captured, mode, staged.sampled_rows)
-                    graphs.prepare((mode, size), work)
-            graphs.compile(partial(self._launch_others, graphs.sizes))
+            assert staged.sampled_rows is not None, "those of padding"
+            for mode in get_args(DrawMode):
+                work = partial(self._draw_captured, mode, staged.sampled_rows)
+                graphs.prepare((mode, size), work)
 
-    def _launch_others(self, sizes: Sequence[int]) -> None:
-        """Launch kernels that steps need which no graph holds: of copies of blocks, of the encoder,
-        of layers in steps that are not captured, of the head for any number of rows, and of what
-        the sampler does beside drawing from each row. `sizes`: Graphs.sizes."""
+    def _launch_kernels(self, sizes: Sequence[int]) -> None:
+        """Launch the kernels of steps of all kinds, whether a graph will hold them or not, so that
+        none is compiled while requests are served. `sizes`: Graphs.sizes."""
         no_tokens = self._device.upload(np.array([BlockCopy(0, 0, 0)], np.int32))
         self._device.copy_blocks(self.kv_cache.blocks, no_tokens)
         for size in _some_up_to(self._longest_encoded):
             self._run_encoder(self._batch.encoder_padding(size))
-        self._launch_uncaptured(sizes)
+        self._launch_steps(sizes)
         vocabulary, hidden = self._sampler.vocabulary, self._hidden
         scored = min(self._staging.max_num_tokens, rows_at_once(vocabulary.size))  # of prompts
         most = max(len(hidden), scored)
@@ -552,23 +557,27 @@ class ModelRunner:
             logits = self._model.logits(rows[:number])
         self._sampler.drawer.compile(logits, vocabulary)
 
-    def _launch_uncaptured(self, sizes: Sequence[int]) -> None:
-        """Run steps that differ in their kernels from those of graphs: with cascade attention; with
-        so many prompts that nothing is padded, decodes neither; and with prompts that are scored,
-        of which the hidden states of all tokens are returned."""
+    def _launch_steps(self, sizes: Sequence[int]) -> None:
+        """Run steps that differ in their kernels: of decodes, which draw, and of decodes beside
+        prompts, both with cascade attention and without; and of prompts that are scored, of which
+        the hidden states of all tokens are returned."""
         most = self._staging.max_num_tokens
         launched = set[Hashable]()
-        for size, has_cascade, is_mixed in product(sizes, (False, True), (False, True)):
-            captured = Captured(size)
-            if is_mixed:
-                num_tokens = min(size + 1, most)
-                captured = Captured(num_tokens, PaddedSizes(num_tokens, size, num_chunks=1))
-            staged = self._stage_padding(captured, has_cascade=has_cascade)
-            assert staged.captured is not None, "it is padded as a captured step"
-            kind = staged.captured.kernels, is_mixed, (captured.size - 1).bit_length()
-            if kind not in launched:
+        for size, longest, has_cascade in product(sizes, self._lengths, (False, True)):
+            num_tokens = min(size + 1, most)
+            mixed = PaddedSizes(num_tokens, size, num_chunks=1)
+            for captured in (Captured(size), Captured(num_tokens, mixed)):
+                staged = self._stage_padding(captured, longest, has_cascade)
+                assert staged.captured is not None, "it is padded as a captured step"
+                tokens = (captured.size - 1).bit_length()
+                kind = staged.captured.kernels, captured.mixed is None, tokens
+                if kind in launched:
+                    continue
                 launched.add(kind)
                 self._forward(staged)
+                if staged.sampled_rows is not None:
+                    for mode in get_args(DrawMode):
+                        self._draw_captured(mode, staged.sampled_rows)
         for size in _some_up_to(min(most, _MOST_VARIED)):
             staged = self._stage_padding(Captured(size, PaddedSizes(size, 1, num_chunks=1)))
             self._forward(staged._replace(logits_indices=None))

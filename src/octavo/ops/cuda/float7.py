@@ -3,8 +3,9 @@
 A row of FP8 weights is scaled so that its largest one is 448. What lies from 4 to 448 has 7
 exponents, and what lies below is a multiple of 1/2, if it was rounded to these (ScaledFloat8): an
 e3m3 with subnormal numbers has all of them. Divided by 2 ** UNIT they are e4m3, whose exponent's
-highest bit is 0, so that they are stored without it: products are those of e4m3, bit by bit, with
-seven eighths of the bytes.
+highest bit is 0, so that they are stored without it: products are those of e4m3, with seven eighths
+of the bytes. Sums are, too, but where all products that tensor cores add at once are of weights
+below 4: they align products by exponents, and all of the copy's subnormal numbers have the same.
 
 Tensor cores take e4m3, which kernels unpack in registers. Their left operand has 8 rows and 128
 inputs in a warp's 32 threads as eight registers each, of four neighbouring inputs. So a piece of W,

@@ -83,15 +83,19 @@ def _measure(
     graphs: Graphs | None,
 ) -> FixedMemory:
     """What weights, the largest step and the graphs take, by running such a step."""
+    plans = largest_steps(demand.config, demand.model_config, demand.shape.block_sizes)
     if graphs is not None and device.type == "cuda":
         with compiled_together():
-            make_runner(1, 0, graphs.some())
+            runner = make_runner(1, 0, Graphs(graphs.sizes, graphs.mixed, device, captures=False))
+            for plan in plans:
+                runner.submit(plan)
+        del runner
         release_cached()
     torch.cuda.reset_peak_memory_stats(device)
     present = torch.cuda.memory_allocated(device)
     runner = make_runner(1, 0, None)
     before = torch.cuda.memory_allocated(device)
-    for plan in largest_steps(demand.config, demand.model_config, demand.shape.block_sizes):
+    for plan in plans:
         runner.submit(plan).result()
     peak = torch.cuda.max_memory_allocated(device) - before
     fixed_parts = before - present
