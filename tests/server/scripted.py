@@ -35,7 +35,7 @@ ANSWER = f"<think>\nhm, hm\n</think>\n\nLet me see.{CALLS}"
 
 
 class ScriptedStream:
-    """One output, in pieces."""
+    """One output, in pieces, with a token for each character."""
 
     prompt_logprobs = output = None
     samples = ()  # none that could be forked
@@ -50,12 +50,12 @@ class ScriptedStream:
         for number, piece in enumerate(self._pieces, start=1):
             ends = number == len(self._pieces)
             reason, stop = (self._reason, self._stop) if ends else (None, None)
-            yield SequenceDelta("r", 0, piece, [number], [], reason, stop)
+            yield SequenceDelta("r", 0, piece, [number] * len(piece), [], reason, stop)
         yield await self.unscored()
 
     async def unscored(self) -> RequestOutput:
-        ids = list(range(len(self._pieces)))
-        output = SequenceOutput(0, ids, "".join(self._pieces), self._reason, self._stop)
+        text = "".join(self._pieces)
+        output = SequenceOutput(0, [1] * len(text), text, self._reason, self._stop)
         return RequestOutput("r", None, self.prompt_token_ids, [output])
 
     def scored(self, output: RequestOutput) -> RequestOutput:

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.endpoints.chat import ChatWriter
 from octavo.server.http.endpoints.responses import InputItem, input_messages
@@ -342,6 +343,72 @@ def test_chats_count_their_reasoning_as_responses_do() -> None:
         assert await counts() == [None, None]
 
     asked(test)
+
+
+async def usages(client: openai.AsyncOpenAI) -> list[dict[str, Any]]:
+    """Of a chat and of a response, each whole and as a stream."""
+    chat: Any = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+    chats = [await client.chat.completions.create(**chat)]
+    chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    chats += [chunk async for chunk in await client.chat.completions.create(**chat)][-1:]
+    responses = [await client.responses.create(model="demo", input="hi")]
+    stream = await client.responses.create(model="demo", input="hi", stream=True)
+    responses += [event.response async for event in stream if event.type == "response.completed"]
+    return [each.usage.model_dump() for each in (*chats, *responses)]
+
+
+def test_no_more_tokens_are_reasoning_than_there_are() -> None:
+    """Text may have more tokens than it was written with: here three for each character."""
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = f"<think>{chr(0xFFFD) * 100}</think>Yes."
+        size = len(scripted.text)
+        assert scripted.tokenizer is not None
+        assert len(scripted.tokenizer.encode(chr(0xFFFD) * 100)) > size
+        *chats, whole, stream = await usages(client)
+        for usage in chats:
+            assert usage["completion_tokens"] == size
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == size
+        for usage in (whole, stream):
+            assert usage["output_tokens"] == size
+            assert usage["output_tokens_details"]["reasoning_tokens"] == size
+
+    asked(test)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("output", "hm"), asyncio.CancelledError()])
+def test_reasoning_that_cannot_be_counted_costs_no_reply(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text may be none that the tokenizer knows, or the server ends and drops the work."""
+    encode = EngineClient.encode
+
+    async def encoding(
+        client: EngineClient, texts: Any, field: str, *args: Any, **more: Any
+    ) -> Any:
+        if field == "output":
+            raise error
+        return await encode(client, texts, field, *args, **more)
+
+    monkeypatch.setattr(EngineClient, "encode", encoding)
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = "<think>hm, hm</think>Yes."
+        *chats, whole, stream = await usages(client)
+        for usage in chats:
+            assert usage["completion_tokens"] == len(scripted.text)
+            assert usage["completion_tokens_details"] is None
+        for usage in (whole, stream):
+            assert usage["output_tokens"] == len(scripted.text)
+            assert usage["output_tokens_details"]["reasoning_tokens"] == 0
+
+    asked(test)
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(logged) == 4
+    for line in logged:
+        assert "cannot be counted" in line
+        assert type(error).__name__ in line
+        assert "hm" not in line.partition("\n")[0]
 
 
 def test_reasoning_is_counted_for_those_who_see_it(monkeypatch: pytest.MonkeyPatch) -> None:

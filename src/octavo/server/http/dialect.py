@@ -6,6 +6,7 @@ Completions and chats are two dialects of one conversation with the engine. A th
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import (
@@ -28,7 +29,7 @@ from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.answers import PLAIN, AnswerReader
 from octavo.server.http.context import Context, context_of, reply, request_id_of, tenant_of
-from octavo.server.http.errors import as_api_error
+from octavo.server.http.errors import as_api_error, log_internal
 from octavo.server.http.generation import GenerationBody, Params
 from octavo.server.http.prompts import truncated
 from octavo.server.http.replies import Choice, FinishReason, PromptTokensDetails, Usage
@@ -85,11 +86,21 @@ class ReplyWriter(ABC, Generic[BodyT]):
     async def count(self) -> None:
         """Count what the end of the reply tells of the outputs, which are whole, and no log."""
 
-    async def tokenized_again(self, texts: Sequence[str]) -> int:
-        """How many tokens these parts of the outputs have."""
+    async def tokenized_again(self, texts: Sequence[str]) -> int | None:
+        """How many tokens these parts of the outputs have: no more than all of the outputs, though
+        text may have more tokens than it was written with. None if that cannot be counted, for
+        which no finished reply is given up."""
         client = context_of(self.request).client
-        encoded = await client.encode(texts, "output", add_special_tokens=False, any_length=True)
-        return sum(map(len, encoded))
+        # Work that is dropped as the server ends counts as failed, too; a request that is
+        # cancelled itself still raises that.
+        [encoded] = await asyncio.gather(
+            client.encode(texts, "output", add_special_tokens=False, any_length=True),
+            return_exceptions=True,
+        )
+        if isinstance(encoded, BaseException):
+            log_internal(f"the reasoning of {self.id} cannot be counted", encoded)
+            return None
+        return min(sum(map(len, encoded)), self.num_output_tokens)
 
     def usage(self) -> Usage:
         """What has been read and written so far."""

@@ -124,10 +124,15 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_parameter(error)
     if isinstance(error, HTTPException):
         return _of_http_exception(error)
-    # Lines of code without the message, which may hold a piece of a prompt.
-    where = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("internal error: %s\n%s", type(error).__name__, where)
+    log_internal("internal error", error)
     return ApiError(500, "an internal error; the server's log has the details", code="internal")
+
+
+def log_internal(what: str, error: BaseException) -> None:
+    """Log an error that is not the client's fault: lines of code without the error's message, which
+    may hold a piece of a prompt."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s: %s\n%s", what, type(error).__name__, where)
 
 
 def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:

@@ -18,6 +18,9 @@ FINISH = (
     "stop: an end or a stop string; length: max_tokens or the end of the context; tool_calls: the "
     "end of an output that calls tools; cancelled: of a fork, by DELETE."
 )
+REASONING_TOKENS = (
+    "Of the reasoning's text, when it is tokenized again, but no more than those of the outputs"
+)
 STOPPED_BY = "The stop string or token id that ended the output; null for the model's own end."
 
 
@@ -30,9 +33,7 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     """What tokens of the outputs were for."""
 
-    reasoning_tokens: Annotated[
-        int, Meta(description="Of the reasoning's text, when it is tokenized again.")
-    ]
+    reasoning_tokens: Annotated[int, Meta(description=REASONING_TOKENS + ".")]
 
 
 class Usage(msgspec.Struct):
@@ -44,7 +45,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: Annotated[
         CompletionTokensDetails | UnsetType,
-        Meta(description="Of whole chats whose answers have reasoning."),
+        Meta(description="Of whole chats whose answers have reasoning, if it can be counted."),
     ] = UNSET
 
 

@@ -41,6 +41,7 @@ from octavo.server.http.endpoints.blocks import (
 from octavo.server.http.endpoints.chat import ChatBody, Effort
 from octavo.server.http.errors import ApiError, ErrorDetail, refused
 from octavo.server.http.generation import INT64_MAX, PromptBody, Text
+from octavo.server.http.replies import REASONING_TOKENS
 from octavo.server.http.schema import documented
 from octavo.server.http.tools import MAX_TOOLS
 
@@ -278,7 +279,7 @@ class InputTokensDetails(msgspec.Struct):
 class OutputTokensDetails(msgspec.Struct):
     """How many tokens of the output are reasoning."""
 
-    reasoning_tokens: Annotated[int, Meta(description="Of its text, when it is tokenized again.")]
+    reasoning_tokens: Annotated[int, Meta(description=REASONING_TOKENS + "; 0 if that fails.")]
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
@@ -363,7 +364,7 @@ class ResponsesWriter(BlockWriter):
     async def count(self) -> None:
         thoughts = "".join(each.text for each in self.blocks.all if each.kind == "reasoning")
         if thoughts:
-            self._num_thought = await self.tokenized_again([thoughts])
+            self._num_thought = await self.tokenized_again([thoughts]) or 0
 
     def reply(self) -> ResponseObject:
         return self._ended()
