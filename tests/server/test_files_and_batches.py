@@ -412,6 +412,58 @@ def test_a_tenant_does_not_take_the_room_of_others(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_batches_have_room_for_what_they_will_write(tmp_path: Path) -> None:
+    """Where there is none, they are refused, rather than their answers lost."""
+
+    async def test() -> None:
+        scripted = ScriptedClient()
+        settings = ServerSettings(("demo",), files_dir=str(tmp_path), max_files=6)
+        app = create_app(scripted, settings)
+        batches, files = app.state.context.batches, app.state.context.files
+        url = "/v1/chat/completions"
+        good = {
+            "custom_id": "a",
+            "url": url,
+            "body": {"messages": [{"role": "user", "content": "hi"}]},
+        }
+        file = add_file(app, tmp_path, good, {**good, "method": "GET"})
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with http as client:
+
+            async def create() -> httpx.Response:
+                fields = {"input_file_id": file.id, "endpoint": url, "completion_window": "24h"}
+                return await client.post("/v1/batches", json=fields)
+
+            async def upload() -> int:
+                form: dict[str, Any] = {
+                    "files": {"file": ("a", b"x")},
+                    "data": {"purpose": "batch"},
+                }
+                return (await client.post("/v1/files", **form)).status_code
+
+            created = [await create() for _ in range(3)]
+            assert [each.status_code for each in created] == [200, 200, 400]
+            error = created[2].json()["error"]
+            assert (error["param"], error["code"]) == ("input_file_id", "too_many_files")
+            assert "you have 1 files, your batches may write 4, and 6 are" in error["message"]
+            assert [await upload(), await upload()] == [200, 400]
+            batches.start(app)
+            for each in created[:2]:
+                record = await ended(batches, each.json()["id"])
+                assert record.status == "completed"
+                assert len(answers_of(app, record.output_file_id)) == 1
+                assert len(answers_of(app, record.error_file_id)) == 1
+            assert len(files.records) == 6
+            assert [(await create()).status_code, await upload()] == [400, 400]
+            files.remove(files.records.get(record.error_file_id, ANONYMOUS, "file_id"))
+            assert await upload() == 200
+        await batches.stop()
+        files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+
+
 def test_bytes_without_a_record_do_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ Status = Literal["in_progress", "finalizing", "completed", "cancelled", "expired
 
 OUTPUT_PURPOSE = "batch_output"  # no upload has it
 MAX_OPEN = 64  # requests of a batch at once
+NUM_FILES = 2  # that a batch writes at most: its answers, and its errors
 MAX_BATCHES = 1_000  # of a tenant
 MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
@@ -112,6 +113,7 @@ class Batches:
         if file.purpose != "batch":
             raise refused("input_file_id", f"its purpose is {file.purpose!r}, not 'batch'")
         total = await asyncio.to_thread(_num_requests, self._files.path(file), self._max_line_bytes)
+        self.check_room(tenant, NUM_FILES, "input_file_id")
         own = [each for each in self.records if each.tenant == tenant.name]
         if len(own) >= MAX_BATCHES:
             oldest = next((each for each in own if each.has_ended), None)
@@ -133,6 +135,12 @@ class Batches:
         self.records.put(record)
         self._is_due.set()
         return record
+
+    def check_room(self, tenant: Tenant, num_new: int, param: str) -> None:
+        """ApiError 400 about `param` if a tenant may not have so many new files. Those that its
+        batches will write have their room already, so that no answer is without."""
+        num_open = sum(not each.has_ended for each in self.records if each.tenant == tenant.name)
+        self._files.check_room(tenant, num_new, NUM_FILES * num_open, param)
 
     def cancel(self, record: BatchRecord) -> None:
         """Give up what is not answered yet.

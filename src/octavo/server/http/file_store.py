@@ -172,11 +172,18 @@ class FileStore:
         """Where its bytes are."""
         return self.records.directory / record.id
 
-    def check_room(self, tenant: Tenant) -> None:
-        """ApiError 400 if a tenant has as many files as it may."""
+    def check_room(self, tenant: Tenant, num_new: int, num_to_come: int, param: str) -> None:
+        """ApiError 400 about `param` if a tenant may not have so many new files beside those that
+        it has, and those that its batches will write."""
         limit = self.shelf.max_files
-        if sum(record.tenant == tenant.name for record in self.records) >= limit:
-            raise refused("file", f"you have {limit} files already; delete some", "too_many_files")
+        num_files = sum(record.tenant == tenant.name for record in self.records)
+        if num_files + num_to_come + num_new > limit:
+            raise refused(
+                param,
+                f"there is no room for {num_new} more: you have {num_files} files, your batches "
+                f"may write {num_to_come}, and {limit} are allowed (max_files); delete some",
+                "too_many_files",
+            )
 
     def new_part(self) -> Path:
         """Where a file can be written before it is added."""

@@ -85,7 +85,7 @@ class ServerSettings:
     max_file_bytes: int = 128 * MIB
     """Largest uploaded file."""
     max_files: int = 1_000
-    """Most files of a tenant at once, with what its batches have written."""
+    """Most files of a tenant at once, with what its batches have written and will write."""
     ignore_unknown_fields: bool = False
     """Ignore fields that octavo does not know, instead of refusing the request."""
     trust_request_chat_template: bool = False

@@ -61,14 +61,15 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 async def upload_file(request: Request) -> Response:
     """Upload a file of requests, as a form with the fields purpose (batch) and file."""
     _check_origin(request)
-    files, tenant = context_of(request).files, tenant_of(request)
-    files.check_room(tenant)
+    context, tenant = context_of(request), tenant_of(request)
+    files = context.files
+    context.batches.check_room(tenant, 1, "file")
     part = files.new_part()
     content_type = request.headers.get("content-type", "")
     upload = Upload(content_type, part, files.shelf.max_bytes, {"purpose"})
     try:
         await _receive(request, upload)
-        files.check_room(tenant)  # others may have come meanwhile
+        context.batches.check_room(tenant, 1, "file")  # others may have come meanwhile
         record = files.add(part, upload.filename, PURPOSE, tenant)
     finally:
         part.unlink(missing_ok=True)
