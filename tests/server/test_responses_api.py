@@ -182,6 +182,26 @@ def test_the_store_is_bounded_and_divided() -> None:
         store.get(Tenant("other"), "19", "x")
 
 
+def test_a_tenant_takes_nothing_of_what_others_have_stored() -> None:
+    """Also where they see each other's responses: their keys have no salt."""
+    store = ResponseStore(3)
+    one, two, three = Tenant("", "key 1"), Tenant("", "key 2"), Tenant("x", "salt x")
+    for tenant in (two, three):
+        store.put(tenant, f"of {tenant.name}", 0, [], 1)
+    for i in range(5):  # too many
+        store.put(one, str(i), i, [], 1)
+    for i in range(5, 8):  # too long
+        store.put(one, str(i), i, [], MAX_CHARACTERS // 2)
+    assert store.get(one, "7", "x").response == 7
+    with pytest.raises(ApiError):
+        store.get(one, "6", "x")
+    for tenant in (two, three):
+        assert store.get(tenant, f"of {tenant.name}", "x").response == 0
+    assert store.get(one, "of key 2", "x").response == 0
+    store.remove(one, "7")
+    assert len(store) == 2
+
+
 def test_an_output_that_is_cut_is_incomplete() -> None:
     async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
         scripted.text, scripted.reason = "Let me", "length"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.server.http.errors import ApiError
@@ -23,17 +23,30 @@ class StoredResponse:
     num_characters: int
 
 
+@dataclass(slots=True)
+class _Share:
+    """What one tenant has stored, the least recently used first."""
+
+    # By salt and id.
+    stored: OrderedDict[tuple[str, str], StoredResponse] = field(default_factory=OrderedDict)
+    num_characters: int = 0
+
+
 class ResponseStore:
-    """Owns the stored responses; the least recently used ones are forgotten."""
+    """Owns the stored responses, of each tenant those that were used last.
+
+    Where all together are too long, the tenant whose are longest loses some: nobody takes the room
+    of others.
+    """
 
     def __init__(self, most: int) -> None:
-        """`most`: how many are kept; 0: none."""
+        """`most`: how many of each tenant are kept; 0: none."""
         self.most = most
-        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        self._num_characters = 0
+        self._shares: dict[str, _Share] = {}  # by the names of tenants
+        self._owners: dict[tuple[str, str], str] = {}  # salt and id of a response -> whose it is
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._owners)
 
     def put(
         self,
@@ -48,27 +61,37 @@ class ResponseStore:
         size = num_characters + MESSAGE_CHARACTERS * len(messages)
         if not self.most or size > MAX_CHARACTERS:
             return
-        self._stored[tenant.salt, response_id] = StoredResponse(response, messages, size)
-        self._num_characters += size
-        while len(self._stored) > self.most or self._num_characters > MAX_CHARACTERS:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_characters -= oldest.num_characters
+        share = self._shares.setdefault(tenant.name, _Share())
+        share.stored[tenant.salt, response_id] = StoredResponse(response, messages, size)
+        share.num_characters += size
+        self._owners[tenant.salt, response_id] = tenant.name
+        if len(share.stored) > self.most:
+            self._forget(share, next(iter(share.stored)))
+        while sum(each.num_characters for each in self._shares.values()) > MAX_CHARACTERS:
+            longest = max(self._shares.values(), key=lambda each: each.num_characters)
+            self._forget(longest, next(iter(longest.stored)))
 
     def get(self, tenant: Tenant, response_id: str, param: str) -> StoredResponse:
         """A tenant's response; ApiError 404 if it has none of this id, or no longer."""
-        found = self._stored.get((tenant.salt, response_id))
-        if found is None:
+        key = (tenant.salt, response_id)
+        owner = self._owners.get(key)
+        if owner is None:
             raise ApiError(
                 404,
                 f"{param}: no response {response_id[:64]!r} is stored; the last {self.most} are",
                 param,
                 "response_not_found",
             )
-        self._stored.move_to_end((tenant.salt, response_id))
-        return found
+        stored = self._shares[owner].stored
+        stored.move_to_end(key)
+        return stored[key]
 
     def remove(self, tenant: Tenant, response_id: str) -> None:
         """Forget a response, if it is known."""
-        found = self._stored.pop((tenant.salt, response_id), None)
-        if found is not None:
-            self._num_characters -= found.num_characters
+        key = (tenant.salt, response_id)
+        if key in self._owners:
+            self._forget(self._shares[self._owners[key]], key)
+
+    def _forget(self, share: _Share, key: tuple[str, str]) -> None:
+        share.num_characters -= share.stored.pop(key).num_characters
+        del self._owners[key]

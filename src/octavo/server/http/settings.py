@@ -79,7 +79,7 @@ class ServerSettings:
     max_prompts: int = 256
     """Most prompts in one request."""
     max_stored_responses: int = 1_000
-    """Responses kept in memory for previous_response_id; 0: none."""
+    """Responses of each tenant kept in memory for previous_response_id; 0: none."""
     files_dir: str | None = None
     """Directory of /v1/files and /v1/batches, which need one; no other server may use it."""
     max_file_bytes: int = 128 * MIB
