@@ -182,6 +182,25 @@ def test_the_store_is_bounded_and_divided() -> None:
         store.get(Tenant("other"), "19", "x")
 
 
+def test_what_a_response_repeats_counts_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that are not shown to the model, for example, may be as long as a body."""
+    monkeypatch.setattr("octavo.server.http.response_store.MAX_CHARACTERS", 20_000)
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        tools: Any = [{**TOOLS[1], "description": "a" * 8_000}]
+        made = [
+            await client.responses.create(
+                model="demo", input="hi", tools=tools, tool_choice="none", instructions="Be short."
+            )
+            for _ in range(3)
+        ]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made[0].id)
+        assert await client.responses.retrieve(made[2].id) == made[2]
+
+    asked(test)
+
+
 def test_a_tenant_takes_nothing_of_what_others_have_stored() -> None:
     """Also where they see each other's responses: their keys have no salt."""
     store = ResponseStore(3)

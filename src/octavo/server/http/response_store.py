@@ -18,7 +18,7 @@ MESSAGE_CHARACTERS = 512  # about what a message takes beside its text
 class StoredResponse:
     """A response with the whole conversation that it ends."""
 
-    response: Any  # as it was sent
+    response: Any  # as it was sent, in JSON
     messages: Sequence[Any]
     num_characters: int
 
@@ -56,7 +56,8 @@ class ResponseStore:
         messages: Sequence[Any],
         num_characters: int,
     ) -> None:
-        """Keep a response, if there is room for it; `num_characters`: of the conversation."""
+        """Keep a response, if there is room for it; `num_characters`: with the
+        conversation."""
         self.remove(tenant, response_id)
         size = num_characters + MESSAGE_CHARACTERS * len(messages)
         if not self.most or size > MAX_CHARACTERS:

@@ -21,7 +21,7 @@ from octavo.server.http.bodies import (
     Refused,
     check_num_nodes,
 )
-from octavo.server.http.context import context_of, reply, request_id_of, tenant_of
+from octavo.server.http.context import context_of, encode, reply, request_id_of, tenant_of
 from octavo.server.http.conversations import ASSISTANT, TOOL, ChatMessage
 from octavo.server.http.endpoints.blocks import (
     Begun,
@@ -450,7 +450,9 @@ class ResponsesWriter(BlockWriter):
             store, tenant = context_of(self.request).stored_responses, tenant_of(self.request)
             answer = _answer_message(self.blocks.all)
             messages = [*self.messages, answer]
-            store.put(tenant, self.id, response, messages, sum(map(_num_characters, messages)))
+            shown = encode(response)  # which repeats instructions and tools of any length
+            size = len(shown) + sum(map(_num_characters, messages))
+            store.put(tenant, self.id, msgspec.Raw(shown), messages, size)
         return response
 
     def _response(self, status: Any, items: list[dict[str, Any]]) -> ResponseObject:
@@ -717,8 +719,9 @@ def _answer_message(blocks: Sequence[Block]) -> ChatMessage:
 def _num_characters(message: ChatMessage) -> int:
     content = message.content or ""
     texts = [content] if isinstance(content, str) else [part.text for part in content]
-    texts.append(message.reasoning_content or "")
-    texts += [str(call.function.arguments) for call in message.tool_calls or ()]
+    texts += [message.reasoning_content or "", message.tool_call_id or ""]
+    for call in message.tool_calls or ():
+        texts += [call.id or "", call.function.name, str(call.function.arguments)]
     return sum(map(len, texts))
 
 
