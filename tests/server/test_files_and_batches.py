@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server.engine_process.supervision import Supervision
+from octavo.server.http import batches as batches_module
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
 from octavo.server.http.batches import Batches
@@ -462,6 +464,40 @@ def test_batches_have_room_for_what_they_will_write(tmp_path: Path) -> None:
         await scripted.close()
 
     asyncio.run(test())
+
+
+def test_one_file_is_checked_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line may be as long as a file, and many at once would not fit into memory."""
+    count = batches_module._num_requests
+    num_checking: list[int] = []
+    most = 0
+
+    def checking(*args: Any) -> int:
+        nonlocal most
+        num_checking.append(1)
+        most = max(most, len(num_checking))
+        time.sleep(0.01)
+        num_checking.pop()
+        return count(*args)
+
+    monkeypatch.setattr(batches_module, "_num_requests", checking)
+
+    async def test() -> None:
+        scripted = ScriptedClient()
+        app = create_app(scripted, ServerSettings(("demo",), files_dir=str(tmp_path)))
+        batches = app.state.context.batches
+        file = add_file(app, tmp_path, line(0))
+        create = (batches.create(ANONYMOUS, file, "/v1/completions", None) for _ in range(4))
+        created = asyncio.gather(*create)
+        await asyncio.sleep(0)
+        assert batches.uses(file), "who deleted it now would take it from a batch"
+        assert len({record.id for record in await created}) == 4
+        assert batches.uses(file)
+        app.state.context.files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+    assert most == 1
 
 
 def test_bytes_without_a_record_do_not_stay(

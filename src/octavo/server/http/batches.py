@@ -84,6 +84,9 @@ class Batches:
         self.records = Records(directory / "batches", BatchRecord, "batch")
         self._files = files
         self._is_due = asyncio.Event()
+        # One file at a time: a line may be as long as a file, and others wait for the threads, too.
+        self._checking = asyncio.Lock()
+        self._files_of_new: list[str] = []  # ids of the files of batches that are being made
         self._runner: asyncio.Task[None] | None = None
         self._running: tuple[BatchRecord, asyncio.Task[Tally]] | None = None
         self._turns: dict[str, int] = {}  # tenant -> when a batch of theirs began; none: 0
@@ -112,8 +115,16 @@ class Batches:
             raise refused("endpoint", f"{endpoint[:64]!r} is none of {', '.join(URLS)}")
         if file.purpose != "batch":
             raise refused("input_file_id", f"its purpose is {file.purpose!r}, not 'batch'")
-        total = await asyncio.to_thread(_num_requests, self._files.path(file), self._max_line_bytes)
         self.check_room(tenant, NUM_FILES, "input_file_id")
+        self._files_of_new.append(file.id)
+        try:
+            async with self._checking:
+                total = await asyncio.to_thread(
+                    _num_requests, self._files.path(file), self._max_line_bytes
+                )
+        finally:
+            self._files_of_new.remove(file.id)
+        self.check_room(tenant, NUM_FILES, "input_file_id")  # others may have come meanwhile
         own = [each for each in self.records if each.tenant == tenant.name]
         if len(own) >= MAX_BATCHES:
             oldest = next((each for each in own if each.has_ended), None)
@@ -162,7 +173,9 @@ class Batches:
 
     def uses(self, file: FileRecord) -> bool:
         """Whether a batch that has not ended reads this file."""
-        return any(not each.has_ended and each.input_file_id == file.id for each in self.records)
+        return file.id in self._files_of_new or any(
+            not each.has_ended and each.input_file_id == file.id for each in self.records
+        )
 
     async def _run_all(self, app: ASGIApp) -> None:
         while True:
