@@ -603,6 +603,37 @@ def test_a_batch_goes_on_if_its_cancelling_cannot_be_recorded(
     run(test())
 
 
+def test_a_batch_that_cannot_be_recorded_takes_no_other_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "MAX_BATCHES", 1)
+
+    async def test() -> None:
+        scripted = ScriptedClient()
+        app = create_app(scripted, ServerSettings(("demo",), files_dir=str(tmp_path)))
+        batches = app.state.context.batches
+        file = add_file(app, tmp_path, line(0, "/v1/models"))
+        batches.start(app)
+        first = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+        await ended(batches, first.id)
+
+        def full(source: Path, target: Path) -> None:
+            raise OSError(errno.ENOSPC, "no space left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            with pytest.raises(ApiError, match="no space left"):
+                await batches.create(ANONYMOUS, file, "/v1/completions", None)
+        assert list(batches.records) == [first]
+        second = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+        assert list(batches.records) == [second]
+        await batches.stop()
+        app.state.context.files.close()
+        await scripted.close()
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("num_added", [0, 1])
 def test_a_batch_that_fails_at_its_end_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_added: int

@@ -126,16 +126,15 @@ class Batches:
             self._files_of_new.remove(file.id)
         self.check_room(tenant, NUM_FILES, "input_file_id")  # others may have come meanwhile
         own = [each for each in self.records if each.tenant == tenant.name]
-        if len(own) >= MAX_BATCHES:
-            oldest = next((each for each in own if each.has_ended), None)
-            if oldest is None:
-                raise ApiError(
-                    429,
-                    f"{MAX_BATCHES} of your batches wait already",
-                    code="overloaded",
-                    retry_after=60,
-                )
-            self.records.remove(oldest)
+        is_full = len(own) >= MAX_BATCHES
+        oldest = next((each for each in own if each.has_ended), None)
+        if is_full and oldest is None:
+            raise ApiError(
+                429,
+                f"{MAX_BATCHES} of your batches wait already",
+                code="overloaded",
+                retry_after=60,
+            )
         record = BatchRecord(
             **self.records.head("batch", tenant),
             endpoint=endpoint,
@@ -144,6 +143,8 @@ class Batches:
             total=total,
         )
         self.records.put(record)
+        if is_full and oldest is not None:
+            self.records.remove(oldest)
         self._is_due.set()
         return record
 
