@@ -7,10 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from octavo.server.engine_process.placement import Replication
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
+from octavo.server.http.endpoints.invocations import invoke
+from octavo.server.http.errors import ClientGone
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
@@ -115,6 +118,26 @@ def test_invocations_are_told_apart_by_their_fields(server: LiveServer) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
     expected = server.post("/v1/chat/completions", chat).json()["choices"]
     assert server.post("/invocations", chat).json()["choices"] == expected
-    for body, param in (({}, None), ([1], None), ({"prompt": 5}, "prompt"), ({"x": 1}, None)):
+    nulls = {"messages": None, "input": None}
+    expected = server.post("/v1/completions", completion).json()["choices"]
+    assert server.post("/invocations", nulls | completion).json()["choices"] == expected
+    for body, param in (
+        *(({}, None), ([1], None), ({"prompt": 5}, "prompt"), ({"x": 1}, None)),
+        ({"messages": None}, None),
+    ):
         reply = server.post("/invocations", body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_a_client_that_leaves_in_the_middle_of_an_invocation_is_no_error() -> None:
+    async def leaving() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",)))
+            request = Request({"type": "http", "headers": [], "app": app}, leaving)
+            with pytest.raises(ClientGone):
+                await invoke(request)
+
+    run(test())

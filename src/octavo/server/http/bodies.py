@@ -168,13 +168,18 @@ async def read_body(
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise refused("Content-Encoding", f"{_clipped(encoding)}: send the body as it is")
-    try:
-        data = await request.body()
-    except ClientDisconnect:
-        raise ClientGone from None
+    data = await received(request)
     if not data and "upgrade" in request.headers:  # what follows belongs to another protocol
         raise refused("Upgrade", "this server speaks HTTP/1.1 alone; send the request without it")
     return await offload.body(len(data), lambda: decode_body(data, kind, ignore_unknown))
+
+
+async def received(request: Request) -> bytes:
+    """The whole body of a request; ClientGone if the client left before it had sent all of it."""
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
 
 
 def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
