@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from typing import Any
 
 import pytest
 
+from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
+from octavo.server.http.endpoints import score as score_module
+from octavo.server.http.settings import ServerSettings
+from octavo.server.offload import LARGE_REPLY
+from server.clients import run, symbolic_client
 from server.live_server import LiveServer, live_server
 
 PROMPT = "Once upon a time there was a little girl who lived with her mother. One day she saw a"
@@ -98,3 +106,32 @@ def test_bad_pairs_are_refused_by_name(
     error = reply.json()["error"]
     assert error["param"] == (param or "truncate_prompt_tokens")
     assert words in error["message"]
+
+
+@pytest.mark.parametrize("num_tokens", [2, LARGE_REPLY])
+def test_long_scores_are_written_in_a_thread(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    for name in ("_score", "reply"):
+        write = getattr(score_module, name)
+
+        def writing(*args: Any, write: Any = write) -> Any:
+            threads.append(threading.current_thread())
+            return write(*args)
+
+        monkeypatch.setattr(score_module, name, writing)
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",)))
+            body = {"prompt": [1, 2], "continuation": [3] * num_tokens}
+            status, _, data = await post(app, "/v1/score", json.dumps(body).encode())
+            assert status == 200, data
+            [scored] = json.loads(data)["data"]
+            assert len(scored["tokens"]) == len(scored["token_logprobs"]) == num_tokens
+
+    run(test())
+    assert len(threads) == 2
+    is_large = num_tokens + 1 > LARGE_REPLY
+    assert (threading.current_thread() in threads) is not is_large

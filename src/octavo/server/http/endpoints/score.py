@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.bodies import WHOLE_FLOATS, Refused
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import refused
@@ -21,8 +23,8 @@ from octavo.server.http.generation import PromptBody
 from octavo.server.http.prompts import PromptField, prompt_list
 from octavo.server.http.replies import PromptTokensDetails
 from octavo.server.http.schema import documented
-from octavo.server.http.streams import check_ended, close, open_streams, while_connected
-from octavo.server.http.token_texts import LOWEST
+from octavo.server.http.streams import close, open_streams, results, while_connected
+from octavo.server.http.token_texts import LOWEST, TokenTexts
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -109,8 +111,9 @@ async def _respond(request: Request, body: ScoreBody) -> Response:
         raise refused("truncate_prompt_tokens", "a prompt without its end is another one")
     pairs = await _pairs(context, body)
     texts = context.token_ids if body.return_tokens_as_token_ids else context.texts
+    offload = context.client.offload
     data: list[Score] = []
-    num_tokens = num_cached = 0
+    num_tokens = num_cached = num_entries = 0
     width = context.settings.max_prompts
     for begin in range(0, len(pairs), width):  # a request may not fill the queue for all
         part = pairs[begin : begin + width]
@@ -127,28 +130,25 @@ async def _respond(request: Request, body: ScoreBody) -> Response:
         prompts = [pair.token_ids for pair in part]
         streams = await open_streams(request, body, prompts, params, CLIENT_NAMES)
         try:
-            for pair, stream in zip(part, streams, strict=True):
-                output = await stream.result()
-                check_ended(output)
-                scores = [each for each in output.prompt_logprobs or () if each is not None]
-                tokens = [texts.text(token_id) for token_id in pair.token_ids[pair.start :]]
-                data.append(_score(len(data), scores, tokens))
-                num_tokens += len(pair.token_ids)
-                num_cached += output.num_cached_tokens
+            outputs = await results(streams)
+            size = sum(1 + len(pair.token_ids) - pair.start for pair in part)
+            data += await offload.reply(size, partial(_scores, len(data), part, streams, texts))
+            num_entries += size
+            num_tokens += sum(len(pair.token_ids) for pair in part)
+            num_cached += sum(output.num_cached_tokens for output in outputs)
         finally:
             close(streams)
     request.state.log = {"prompt_tokens": num_tokens, "cached_tokens": num_cached}
     if body.end_user is not None:
         request.state.log["user"] = body.end_user
-    return reply(
-        Scores(
-            id=f"score-{request_id_of(request)}",
-            created=int(time.time()),
-            model=model,
-            data=data,
-            usage=ScoreUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached)),
-        )
+    whole = Scores(
+        id=f"score-{request_id_of(request)}",
+        created=int(time.time()),
+        model=model,
+        data=data,
+        usage=ScoreUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached)),
     )
+    return await offload.reply(num_entries, partial(reply, whole))
 
 
 async def _pairs(context: Context, body: ScoreBody) -> list[Pair]:
@@ -218,6 +218,18 @@ def _num_equal(head: Sequence[int], ids: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(head, ids, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(head), len(ids)))
+
+
+def _scores(
+    first: int, pairs: Sequence[Pair], streams: Sequence[RequestStream], texts: TokenTexts
+) -> list[Score]:
+    """The scores of pairs, of which the first has this number, from streams that have ended."""
+    found = []
+    for index, (pair, stream) in enumerate(zip(pairs, streams, strict=True), start=first):
+        scores = [each for each in stream.prompt_logprobs or () if each is not None]
+        tokens = [texts.text(token_id) for token_id in pair.token_ids[pair.start :]]
+        found.append(_score(index, scores, tokens))
+    return found
 
 
 def _score(index: int, scores: Sequence[TokenLogprobs], tokens: list[str]) -> Score:
