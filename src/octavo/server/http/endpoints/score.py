@@ -172,15 +172,21 @@ async def _pairs(context: Context, body: ScoreBody) -> list[Pair]:
         prompts, heads = [*prompts] * count, heads * count
     if len(continuations) == 1:
         continuations = [*continuations] * count
-    pairs = await _joined(context, body, prompts, heads, continuations)
-    context.client.check_prompts([pair.token_ids for pair in pairs], "continuation")
-    for index, pair in enumerate(pairs):
-        name = "continuation" if count == 1 else f"continuation[{index}]"
-        if pair.start == len(pair.token_ids):
-            raise refused(name, "it adds no token to its prompt")
-        if pair.start == 0:
-            raise refused("prompt", "it has no token before the continuation")
-    return pairs
+    encoded, is_whole = await _continued(context, body, prompts, continuations)
+
+    def paired() -> list[Pair]:
+        make = _split if is_whole else _joined
+        pairs = [make(head, ids) for head, ids in zip(heads, encoded, strict=True)]
+        context.client.check_prompts([pair.token_ids for pair in pairs], "continuation")
+        for index, pair in enumerate(pairs):
+            name = "continuation" if count == 1 else f"continuation[{index}]"
+            if pair.start == len(pair.token_ids):
+                raise refused(name, "it adds no token to its prompt")
+            if pair.start == 0:
+                raise refused("prompt", "it has no token before the continuation")
+        return pairs
+
+    return await context.client.offload.text(size, paired)
 
 
 async def _encoded(
@@ -192,26 +198,30 @@ async def _encoded(
     return await context.client.encode(texts, "prompt", body.add_special_tokens is not False)
 
 
-async def _joined(
+async def _continued(
     context: Context,
     body: ScoreBody,
     prompts: Sequence[str | list[int]],
-    heads: Sequence[list[int]],
     continuations: Sequence[str | list[int]],
-) -> list[Pair]:
-    """Prompts, whose tokens are `heads`, with their continuations."""
+) -> tuple[list[list[int]], bool]:
+    """The tokens of each continuation, and whether those of its prompt stand before them."""
     if not isinstance(continuations[0], str):  # then none is
-        tails = [each for each in continuations if isinstance(each, list)]
-        return [Pair(head + tail, len(head)) for head, tail in zip(heads, tails, strict=True)]
+        return [each for each in continuations if isinstance(each, list)], False
     texts = [each for each in continuations if isinstance(each, str)]
+    encode = context.client.encode
     if not isinstance(prompts[0], str):
-        tails = await context.client.encode(texts, "continuation", add_special_tokens=False)
-        return [Pair(head + tail, len(head)) for head, tail in zip(heads, tails, strict=True)]
+        return await encode(texts, "continuation", add_special_tokens=False), False
     # Tokens may reach from the prompt into the continuation, so that both are tokenized together.
     whole = [f"{prompt}{text}" for prompt, text in zip(prompts, texts, strict=True)]
-    add_special = body.add_special_tokens is not False
-    encoded = await context.client.encode(whole, "continuation", add_special)
-    return [Pair(ids, _num_equal(head, ids)) for head, ids in zip(heads, encoded, strict=True)]
+    return await encode(whole, "continuation", body.add_special_tokens is not False), True
+
+
+def _joined(head: list[int], tail: list[int]) -> Pair:
+    return Pair(head + tail, len(head))
+
+
+def _split(head: list[int], whole: list[int]) -> Pair:
+    return Pair(whole, _num_equal(head, whole))
 
 
 def _num_equal(head: Sequence[int], ids: Sequence[int]) -> int:
