@@ -123,7 +123,8 @@ async def _prompts(context: Context, body: EmbeddingBody) -> Sequence[Prompt]:
     )
     prompts = truncated(found, body, context.client.info.max_model_len, 0)
     # All of them before the first is computed: they are not all opened at once.
-    context.client.check_prompts(prompts, "input")
+    client, size = context.client, sum(map(len, found))
+    await client.offload.text(size, lambda: client.check_prompts(prompts, "input"))
     return prompts
 
 
