@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ MARKS = (
         "<think>|</think>|[THINK]|[/THINK]|<tool_call>|</tool_call>|<|python_tag|>|[TOOL_CALLS]|[ARGS]|"
         "<｜tool▁calls▁begin｜>|<｜tool▁calls▁end｜>|<｜tool▁call▁begin｜>|<｜tool▁call▁end｜>|"
         "<｜tool▁sep｜>|<|channel|>|<|message|>|<|start|>|<|end|>|<|constrain|>|"
-        "<seed:tool_call>|</seed:tool_call>"
+        "<seed:tool_call>|</seed:tool_call>|[CALL_ID]|<function_calls>|</function_calls>|"
+        "<|tool_call|>|<|START_ACTION|>|<|END_ACTION|>|<|START_RESPONSE|>|<|END_RESPONSE|>|"
+        "<|START_THINKING|>|<|END_THINKING|>"
     )
     .replace("<|", "<:")
     .replace("|>", ":>")
@@ -166,6 +169,7 @@ def test_a_call_that_is_begun_in_a_text_is_whole(world: World, name: str) -> Non
         ("llama3-json", "think"),
         ("mistral", "mistral"),
         ("pythonic", "think"),
+        ("cohere", "cohere"),
         ("harmony", "auto"),
     ],
 )
@@ -246,3 +250,62 @@ def test_a_form_or_a_call(world: World) -> None:
             assert content.text.isdigit()
         found.add(num_calls > 0)
     assert found == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("mistral-call-id", r"\[CALL_ID\]([a-zA-Z0-9]{9})\["), ("cohere", r'_id": "([0-9]{1,4})"')],
+)
+def test_a_call_has_an_id_where_its_format_has_one(world: World, name: str, pattern: str) -> None:
+    format_ = find_format(None, calls=name)
+    parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", CALLS, is_required=True)
+    ids = set()
+    for seed in range(8):
+        text = world.say(seed, parts)
+        found = re.findall(pattern, text)
+        assert len(found) == check_calls(read(format_, "", text))
+        ids.update(found)
+    assert len(ids) > 1, "the model chooses it"
+
+
+def test_the_text_of_an_answer_may_be_delimited(world: World) -> None:
+    format_ = find_format(None, calls="cohere", reasoning="cohere")
+    tokens = world.tokenizer.added_tokens
+    form = ("regex", "[0-9]{3}")
+    for calls, text_form in (([], form), (CALLS, form), (CALLS, None)):
+        parts = answer_grammars(format_, tokens, "possible", calls, form=text_form)
+        said = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>123<|END_RESPONSE|>"
+        constraint = world.library.compile(StructuredOutput(parts=parts).to_grammar()).fork()
+        assert constraint.accept(world.tokenizer.encode(said)) == ""
+        assert read(format_, "", said) == [Reasoning("a"), Content("123")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral-call-id", "[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}"),
+        ("olmo3", "<function_calls>f()</function_calls>"),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        (
+            "cohere",
+            '<|START_THINKING|>a<|END_THINKING|><|START_ACTION|>[{"tool_name": "f", "parameters": '
+            "{}}]<|END_ACTION|>",
+        ),
+        ("cohere", "<|START_RESPONSE|>a<|END_RESPONSE|>"),
+    ],
+)
+def test_an_answer_is_read_alike_whether_special_tokens_are_skipped(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    """Those of the format's delimiters are kept in any case."""
+    format_ = find_format(None, calls=name, reasoning="cohere")
+    for tokens in (TOKENS, ["<pad>", *TOKENS]):  # every other one is special
+        tokenizer = World(tmp_path, tokens).tokenizer
+        kept = [
+            token_id
+            for token, token_id in tokenizer.added_tokens.items()
+            if token in format_.delimiters
+        ]
+        detokenizer = tokenizer.detokenizer([], skip_special_tokens=True, kept=kept)
+        shown = "".join(map(detokenizer.add, tokenizer.encode(f"{text}<eos>")))
+        assert shown + detokenizer.finish() == text

@@ -137,6 +137,24 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
             [Content("Well"), *TWO],
         ),
     ],
+    "mistral-call-id": [
+        (
+            'Well[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"x": 1}'
+            "[TOOL_CALLS]g[CALL_ID]000000001[ARGS]{}",
+            [Content("Well"), *TWO],
+        ),
+        ('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', TWO),
+        (
+            '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"y": "[TOOL_CALLS]g[CALL_ID]1[ARGS]"}',
+            call(0, "f", '{"y": "[TOOL_CALLS]g[CALL_ID]1[ARGS]"}'),
+        ),
+        (
+            '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"x": ',
+            [ToolCallBegin(0, "f"), ToolCallArguments(0, '{"x": '), ToolCallEnd(0)],
+        ),
+        ("[TOOL_CALLS]f[CALL_ID]{}", [Content("[TOOL_CALLS]f[CALL_ID]{}")]),
+        ("[TOOL_CALLS]f[CALL_ID]", [Content("[TOOL_CALLS]f[CALL_ID]")]),
+    ],
     "mistral-args": [('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', TWO)],
     "deepseek": [
         (
@@ -164,6 +182,74 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
         ("[1, 2]", [Content("[1, 2]")]),
         ("[f(1)]", [Content("[f(1)]")]),
         ("[f(x=g())]", [Content("[f(x=g())]")]),
+    ],
+    "olmo3": [
+        ("Well\n<function_calls>f(x=1)\ng()</function_calls>", [Content("Well"), *TWO]),
+        ("<function_calls>\nf(x=1)\n\ng()\n</function_calls> so", [*TWO, Content("so")]),
+        ("<function_calls>[f(x=1), g()]</function_calls>", TWO),
+        (
+            "<function_calls>f(y='a\\nb', z={\"a\": [true, false, null]})</function_calls>",
+            call(0, "f", '{"y": "a\\nb", "z": {"a": [true, false, null]}}'),
+        ),
+        *(
+            (text, [Content(text)])
+            for text in (
+                "<function_calls></function_calls>",
+                "<function_calls>f(x=1)\nno call</function_calls>",
+                "<function_calls>f(x=1)\ny = g()</function_calls>",
+                "<function_calls>f(x=1",
+                "<function_calls>f(1)</function_calls> so",
+            )
+        ),
+    ],
+    "granite": [
+        (
+            'Well <|tool_call|>[{"name": "f", "arguments": {"x": 1}}, '
+            '{"name": "g", "arguments": {}}]',
+            [Content("Well"), *TWO],
+        ),
+        ('<|tool_call|> [{"arguments": {"x": 1}, "name": "f"}, {"name": "g"}]\n', TWO),
+        (
+            '<|tool_call|>[{"name": "f", "arguments": {"x": ',
+            [ToolCallBegin(0, "f"), ToolCallArguments(0, '{"x": '), ToolCallEnd(0)],
+        ),
+        (
+            '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}] so',
+            [*call(0, "f", '{"x": 1}'), Content("so")],
+        ),
+        ("a <|tool_call|>{nonsense}", [Content("a <|tool_call|>{nonsense}")]),
+        ("<|tool_call|>[]", [Content("<|tool_call|>[]")]),
+    ],
+    "granite-v31": [
+        (
+            '<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+            TWO,
+        ),
+    ],
+    "cohere": [
+        (
+            "<|START_ACTION|>[\n"
+            '    {"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}},\n'
+            '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n'
+            "]<|END_ACTION|>",
+            TWO,
+        ),
+        (
+            'Well <|START_ACTION|>[{"parameters": {"y": "<|END_ACTION|>"}, "tool_name": "f"}]'
+            "<|END_ACTION|>",
+            [Content("Well"), *call(0, "f", '{"y": "<|END_ACTION|>"}')],
+        ),
+        (
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": ',
+            [ToolCallBegin(0, "f"), ToolCallArguments(0, '{"x": '), ToolCallEnd(0)],
+        ),
+        (
+            "<|START_ACTION|>[{nonsense}]<|END_ACTION|> so",
+            [Content("<|START_ACTION|>[{nonsense}]<|END_ACTION|> so")],
+        ),
+        ("<|START_RESPONSE|>Well. So<|END_RESPONSE|>", [Content("Well. So")]),
+        ("<|START_TEXT|>Well.\n<|END_TEXT|>", [Content("Well.")]),
+        ("Well. <|START", [Content("Well. <|START")]),
     ],
     "harmony": [
         (
@@ -217,6 +303,24 @@ def test_calls_without_a_delimiter_may_follow_the_reasoning(
         assert events == [Reasoning(thought), Content(f"Well: {text}")]
 
 
+@given(places=st.lists(st.integers(0, 400), max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_what_cohere_thinks_is_neither_a_call_nor_the_text(places: list[int]) -> None:
+    format_ = find_format("<|START_ACTION|> <|END_THINKING|>")
+    thought = "<|START_THINKING|>Hm.<|END_THINKING|>"
+    answers: list[tuple[str, list[Event]]] = [
+        ("<|START_RESPONSE|>Well<|END_RESPONSE|>", [Content("Well")]),
+        (
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]'
+            "<|END_ACTION|>",
+            call(0, "f", "{}"),
+        ),
+    ]
+    for text, events in answers:
+        for pieces in (cut(thought + text, places), list(thought + text)):
+            assert read(format_.parser(""), pieces) == [Reasoning("Hm."), *events]
+
+
 # Parts of delimiters, JSON and text in any order: what a model may say, and what it should not.
 FRAGMENTS = st.sampled_from(
     [
@@ -224,6 +328,9 @@ FRAGMENTS = st.sampled_from(
         *('{"name": "f", "arguments": ', '{"x": 1}', "}", '"', "\\", "{", "[", "]", ",", ":", "1"),
         *("[TOOL_CALLS]", "[ARGS]", "f", ";", "<function=f>", "</function>", "<parameter=x>", "é"),
         *("(", ")", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>"),
+        *("[CALL_ID]", "<|tool_call|>", "<function_calls>", "f(x=1)", "</function_calls>"),
+        *("<|START_ACTION|>", '{"tool_name": "f", "parameters": ', "<|END_ACTION|>"),
+        *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ]
 )
 
@@ -427,11 +534,21 @@ def chosen(source: str | None = None, **options: Any) -> AnswerFormat:
         ("'<tool_call>' + tc.name <arg_key>{{ k }}</arg_key><arg_value>", "glm-v47", None),
         ("[TOOL_CALLS] {{ tools }}", "mistral", None),
         ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "mistral-args", ("[THINK]", "[/THINK]")),
+        ("'[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]'", "mistral-call-id", None),
+        ("<|start_of_role|> respond only with <|tool_call|> followed by", "granite", None),
+        ("<|start_of_role|> with <tool_call> followed by a JSON list", "granite-v31", None),
+        ("<|start_of_role|> within <tool_call></tool_call> XML tags", "hermes", None),
+        ("' <functions>' '</functions>' '<function_calls>' '</function_calls>'", "olmo3", None),
+        (
+            '<|END_THINKING|><|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+            "cohere",
+            ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ),
         ("<｜tool▁call▁begin｜> ```json </think>", "deepseek", ("<think>", "</think>")),
         ("<｜tool▁call▁begin｜> </think>", "deepseek-v31", ("<think>", "</think>")),
         ("<|python_tag|>", "llama3-json", None),
         ('respond with {"name": function name, "parameters": {}}', "llama3-json", None),
-        ('<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>', "none", None),
+        ('Action: ```json [{"tool_name": "f", "parameters": {}}]```', "none", None),
         ("[func_name1(params_name1=params_value1", "pythonic", None),
         ("<|channel|> <|constrain|>", "harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
     ],
@@ -553,6 +670,7 @@ BEGUN = [
     *(" to=functions.", " to=functions.f<|channel|>analysis", "<function=", "<tool_call>", "[", ""),
     *("[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
     *("<|channel|>final", "<|python_tag|>", "{", "<seed:tool_call>", "<tool_call>f"),
+    *("[TOOL_CALLS]f[CALL_ID]", "<|tool_call|>", "<function_calls>", "<|START_RESPONSE|>"),
 ]
 
 
@@ -586,6 +704,8 @@ def test_no_more_is_held_back_whatever_a_models_own_template_says() -> None:
         ("qwen-tags", "<function=f>\n</function>\n</tool_call>"),
         ("glm", "<tool_call>f\n</tool_call>"),
         ("mistral-args", "[TOOL_CALLS]f[ARGS]{}"),
+        ("olmo3", "<function_calls>f()</function_calls>"),
+        ("cohere", "<|START_RESPONSE|>a<|END_RESPONSE|>"),
         ("harmony", "<|channel|>analysis<|message|>a<|end|>"),
     ],
 )

@@ -84,13 +84,12 @@ class _Writer:
         if form is not None:
             self._others.append(_part("form", *form))
             text = "@form"
-        before_text = self._any_of(self._format.before_text)
         if not calls:
-            body = f"{before_text} {text}"
+            body = self._delimited(text)
         elif is_required:
             body = self._calls(calls, is_parallel)
         else:
-            body = self._calls_or_text(calls, is_parallel, before_text, text, form is not None)
+            body = self._calls_or_text(calls, is_parallel, text, form is not None)
         start = f"{self._reasoning(thinking)} {body}"
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
         return [_part("answer", "lark", lark), *self._others]
@@ -106,6 +105,11 @@ class _Writer:
             return inside
         return f"(BREAK {self._literal(opening)} {inside})?"
 
+    def _delimited(self, text: str) -> str:
+        """The text of an answer with what stands around it."""
+        before, after = self._format.before_text, self._format.after_text
+        return f"{self._any_of(before)} {text} {self._any_of(after)}"
+
     def _calls(self, calls: Sequence[CallForm], is_parallel: bool) -> str:
         """Nothing but calls."""
         syntax = self._syntax
@@ -119,7 +123,6 @@ class _Writer:
         self,
         calls: Sequence[CallForm],
         is_parallel: bool,
-        before_text: str,
         text: str,
         has_form: bool,
     ) -> str:
@@ -127,14 +130,14 @@ class _Writer:
         syntax = self._syntax
         several = is_parallel and not syntax.is_single
         if has_form:
-            return f"({self._calls(calls, is_parallel)} | {before_text} {text})"
+            return f"({self._calls(calls, is_parallel)} | {self._delimited(text)})"
         if not syntax.trigger:
-            if self._format.before_text == ("",):
+            if syntax.first:
                 spaces = r" \t\r\n"
                 first = re.escape(syntax.first)
                 self._rules.append(f"PLAIN: /[{spaces}]*[^{first}{spaces}](.|\\n)*/")
                 text = "PLAIN"
-            return f"({self._calls(calls, is_parallel)} | {before_text} {text})?"
+            return f"({self._calls(calls, is_parallel)} | {self._delimited(text)})?"
         self._add_calls(calls, without=syntax.trigger)
         head = self._text_until("head", syntax.trigger)
         if syntax.before == ("",):  # each call has the trigger
@@ -167,11 +170,14 @@ class _Writer:
         if without and self._syntax.before != ("",):
             return
         options = []
+        if self._syntax.call_id:
+            self._rules.append(f"CALL_ID: /{self._syntax.call_id}/")
         for i, call in enumerate(calls):
-            begin = named(self._syntax, call.name).removeprefix(without)
+            begin = named(self._syntax, call.name)
+            begin[0] = begin[0].removeprefix(without)
             options.append(f"{rule}_{i}")
             parts = [
-                self._literal(begin),
+                " CALL_ID ".join(map(self._literal, begin)),
                 self._arguments(i, call),
                 self._literal(self._syntax.end),
             ]

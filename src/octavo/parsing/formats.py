@@ -31,7 +31,7 @@ Notation = Literal["json", "python", "tags"]
 Thinking = Literal["none", "possible", "open"]  # at the beginning of an answer
 
 AUTO, NONE, OWN = "auto", "none", "model"
-_NAME = "{name}"
+_NAME, _CALL_ID = "{name}", "{call_id}"
 # Parts of delimiters. They have an end: what may become a delimiter is held back, and searched
 # again whenever text comes.
 _SPACES = r"\s{0,64}"
@@ -43,7 +43,7 @@ class CallSyntax:
     """How calls are written, so that a grammar can demand it.
 
     Calls are one of `before`, calls with `between` between them, and `after`; a call is `begin`,
-    with its name for {name}, its arguments and `end`.
+    with its name for {name} and an id for {call_id}, its arguments and `end`.
     """
 
     begin: str
@@ -57,6 +57,7 @@ class CallSyntax:
     first: str = ""
     notation: Notation = "json"
     argument: tuple[str, str] = ("", "")  # what stands around one that is written in tags
+    call_id: str = ""  # a pattern of the ids that the model gives its calls. "": it gives none
     is_single: bool = False  # an answer has one call at most
 
 
@@ -70,7 +71,10 @@ class AnswerFormat:
         calls: how it writes calls. None: it has none, or they cannot be demanded.
         thinking: the delimiters of its reasoning. None: it has none.
         before_text: what it writes before the text of its answer, one of these.
-        call_id: makes the id of a call.
+        after_text: what it writes behind that, one of these.
+        short_ids: the ids of its calls have nine characters.
+        reads_prefix: the end of a prompt is read by its template, not by the delimiters of
+            reasoning alone.
     """
 
     name: str
@@ -78,8 +82,9 @@ class AnswerFormat:
     calls: CallSyntax | None = None
     thinking: tuple[str, str] | None = None
     before_text: tuple[str, ...] = ("",)
+    after_text: tuple[str, ...] = ("",)
     short_ids: bool = False
-    reads_prefix: bool = False  # by its template, not by the delimiters of reasoning alone
+    reads_prefix: bool = False
 
     @property
     def has_calls(self) -> bool:
@@ -156,6 +161,22 @@ _GLM_CALL = _tags(
     rf"<arg_key>(?P<key>[^<]{_LONG})</arg_key>{_SPACES}<arg_value>",
     "</arg_value>",
 )
+
+_MISTRAL_CALL = {
+    "open_pattern": (
+        rf"\[TOOL_CALLS\](?P<name>[^\[{{\s]{_LONG})"
+        rf"(?:\[CALL_ID\][^\[{{\s]{_LONG})?\[ARGS\]"
+    ),
+    "close_pattern": r"(?=\[TOOL_CALLS\])",
+    "content": "json",
+    "transform": _BODY,
+}
+_GRANITE_CALLS = {
+    "open": ["<|tool_call|>", "<tool_call>"],
+    "content": "json",
+    "transform": _ENTRY,
+    "transform_each": True,
+}
 
 # Regions of calls, as in a template's `fields`, and their syntax.
 CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
@@ -257,14 +278,20 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             trigger="[TOOL_CALLS]",
         ),
     ),
-    # Mistral, from version 11
+    # Mistral, version 11, such as Small 3.2
+    "mistral-call-id": (
+        _MISTRAL_CALL,
+        CallSyntax(
+            "[TOOL_CALLS]{name}[CALL_ID]{call_id}[ARGS]",
+            "",
+            between="",
+            trigger="[TOOL_CALLS]",
+            call_id="[a-zA-Z0-9]{9}",
+        ),
+    ),
+    # Mistral, from version 13
     "mistral-args": (
-        {
-            "open_pattern": rf"\[TOOL_CALLS\](?P<name>[^\[{{\s]{_LONG})\[ARGS\]",
-            "close_pattern": r"(?=\[TOOL_CALLS\])",
-            "content": "json",
-            "transform": _BODY,
-        },
+        _MISTRAL_CALL,
         CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", between="", trigger="[TOOL_CALLS]"),
     ),
     # DeepSeek V3 and R1
@@ -320,6 +347,66 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         },
         CallSyntax("{name}(", ")", ("[",), between=", ", after="]", first="[", notation="python"),
     ),
+    # OLMo 3
+    "olmo3": (
+        {
+            "open": "<function_calls>",
+            "close": "</function_calls>",
+            "content": "python-calls",
+            "transform": _ENTRY,
+            "transform_each": True,
+        },
+        CallSyntax(
+            "{name}(",
+            ")",
+            before=("<function_calls>", "<function_calls>\n"),
+            after="</function_calls>",
+            trigger="<function_calls>",
+            notation="python",
+        ),
+    ),
+    # Granite 3
+    "granite": (
+        _GRANITE_CALLS,
+        CallSyntax(
+            '{"name": "{name}", "arguments": ',
+            "}",
+            before=("<|tool_call|>[", "<|tool_call|> ["),
+            between=", ",
+            after="]",
+            trigger="<|tool_call|>",
+        ),
+    ),
+    # Granite 3.1, where the chat template has another delimiter
+    "granite-v31": (
+        _GRANITE_CALLS,
+        CallSyntax(
+            '{"name": "{name}", "arguments": ',
+            "}",
+            before=("<tool_call>[", "<tool_call> ["),
+            between=", ",
+            after="]",
+            trigger="<tool_call>",
+        ),
+    ),
+    # Cohere's Command R7B and Command A: an answer is calls or a text
+    "cohere": (
+        {
+            "open": "<|START_ACTION|>",
+            "close": "<|END_ACTION|>",
+            "content": "json",
+            "transform": _calls("{tool_name}", "{parameters}"),
+            "transform_each": True,
+        },
+        CallSyntax(
+            '{"tool_call_id": "{call_id}", "tool_name": "{name}", "parameters": ',
+            "}",
+            before=("<|START_ACTION|>[\n    ", "<|START_ACTION|>["),
+            between=",\n    ",
+            after="\n]<|END_ACTION|>",
+            call_id="[0-9]{1,4}",
+        ),
+    ),
     # gpt-oss
     "harmony": (
         {
@@ -345,6 +432,12 @@ THINKING: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+
+# What may stand before the text of an answer and behind it, where a model delimits that.
+_AROUND_TEXT = {
+    "cohere": (("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
 }
 
 _HARMONY_FIELDS = {
@@ -362,18 +455,18 @@ _HARMONY_FIELDS = {
 _HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 _HARMONY_TEXT = tuple(f"{start}<|channel|>final<|message|>" for start in ("", "<|start|>assistant"))
 
-# What may follow the last call, and means nothing: a region that ends with the next character. (An
-# optional end of a delimiter would depend on how the text is cut.)
+# What may follow the last call, and means nothing.
 _AFTER_CALLS = {
-    "qwen-tags": "</tool_call>",
-    "seed": "</seed:tool_call>",
-    "deepseek": "<｜tool▁calls▁end｜>",
-    "deepseek-v31": "<｜tool▁calls▁end｜>",
+    "qwen-tags": ("</tool_call>",),
+    "seed": ("</seed:tool_call>",),
+    "deepseek": ("<｜tool▁calls▁end｜>",),
+    "deepseek-v31": ("<｜tool▁calls▁end｜>",),
 }
 
 # What shows in a chat template that its model writes calls so: the first that fits.
 _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("harmony", lambda text: "<|channel|>" in text and "<|constrain|>" in text),
+    ("mistral-call-id", lambda text: "[TOOL_CALLS]" in text and "[CALL_ID]" in text),
     ("mistral-args", lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
     ("mistral", lambda text: "[TOOL_CALLS]" in text),
     ("deepseek", lambda text: "<｜tool▁call▁begin｜>" in text and "```json" in text),
@@ -382,9 +475,13 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("qwen-tags", lambda text: "<function=" in text),
     ("glm-v47", lambda text: "</arg_key><arg_value>" in text),
     ("glm", lambda text: "<arg_key>" in text),
+    ("granite", lambda text: "<|start_of_role|>" in text and "<|tool_call|>" in text),
+    ("granite-v31", lambda text: "<tool_call> followed by a JSON list" in text),
     ("hermes", lambda text: "<tool_call>" in text),
+    ("olmo3", lambda text: "<functions>" in text and "<function_calls>" in text),
     ("pythonic", lambda text: "<|python_start|>" in text or "[func_name1(" in text),
-    (NONE, lambda text: '"tool_name"' in text),  # Cohere's
+    ("cohere", lambda text: "<|START_ACTION|>" in text),
+    (NONE, lambda text: '"tool_name"' in text),  # Cohere's older ones
     ("llama3-json", lambda text: "<|python_tag|>" in text or '"parameters": ' in text),
 )
 
@@ -443,10 +540,20 @@ def find_format(
             begin = rf"(?:\A|(?<={re.escape(thinking[1])}))"
             opening = begin + opening.removeprefix(r"\A")
             fields[CALLS] = {**fields[CALLS], "open_pattern": opening}
-    if calls in _AFTER_CALLS:
-        fields["after_calls"] = {"open": _AFTER_CALLS[calls], "close_pattern": "(?=.)"}
+    before_text, after_text = _AROUND_TEXT.get(calls, ((), ()))
+    ignored = [*_AFTER_CALLS.get(calls, ()), *before_text, *after_text]
+    if ignored:
+        # A region that ends with the next character. (An optional end of a delimiter would depend
+        # on how the text is cut.)
+        fields["ignored"] = {"open": ignored, "close_pattern": "(?=.)"}
     return AnswerFormat(
-        calls, _template(fields, header), syntax, thinking, short_ids=calls.startswith("mistral")
+        calls,
+        _template(fields, header),
+        syntax,
+        thinking,
+        ("", *before_text),
+        ("", *after_text),
+        short_ids=calls.startswith("mistral"),
     )
 
 
@@ -498,9 +605,11 @@ def _syntax_of(region: Region) -> CallSyntax | None:
     return CallSyntax(opening + begin, end + closing, trigger=opening)
 
 
-def named(syntax: CallSyntax, name: str) -> str:
-    """What stands before the arguments of a call of this name."""
-    return syntax.begin.replace(_NAME, name)
+def named(syntax: CallSyntax, name: str) -> list[str]:
+    """What stands before the arguments of a call of this name: two texts with the call's id between
+    them, or one text."""
+    parts = syntax.begin.split(_CALL_ID) if syntax.call_id else [syntax.begin]
+    return [each.replace(_NAME, name) for each in parts]
 
 
 def around_argument(syntax: CallSyntax, name: str) -> tuple[str, str]:

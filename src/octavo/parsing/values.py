@@ -126,13 +126,17 @@ def _inner(text: str, arguments: Arguments) -> Any:
 
 
 def _python_calls(text: str, arguments: Arguments) -> list[dict[str, Any]]:
-    """[f(a=1), g()], whose arguments are literals of Python or of JSON."""
-    expression = ast.parse(text.strip(), mode="eval").body
-    calls = expression.elts if isinstance(expression, ast.List) else [expression]
+    """[f(a=1), g()], or such calls in lines, whose arguments are literals of Python or of JSON."""
+    calls: list[ast.AST] = []
+    for statement in ast.parse(text.strip()).body:
+        value = statement.value if isinstance(statement, ast.Expr) else statement
+        calls += value.elts if isinstance(value, ast.List) else [value]
+    if not calls:
+        raise Unreadable("there is no call")
     found = []
     for call in calls:
         if not isinstance(call, ast.Call) or call.args:
-            raise Unreadable("it is not a list of calls with named arguments")
+            raise Unreadable("it is something else than calls with named arguments")
         named = {each.arg: _literal(each.value) for each in call.keywords if each.arg}
         if len(named) != len(call.keywords):
             raise Unreadable("an argument has no name, or is there twice")
