@@ -52,14 +52,14 @@ SCHEMA = {
     "properties": {
         "x": {"type": "integer", "minimum": 0, "maximum": 99},
         "word": {"type": "string", "pattern": "^[a-c]{1,3}$"},
-        "flag": {"type": "boolean"},
+        "from": {"type": "boolean"},
     },
     "required": ["x"],
     "additionalProperties": False,
 }
 CALLS = [
     CallForm("f", SCHEMA, is_strict=True),
-    CallForm("get.g", {"type": "object", "maxProperties": 0}),
+    CallForm("get-g.h", {"type": "object", "maxProperties": 0}),
 ]
 MAX_TOKENS = 600
 
@@ -121,7 +121,7 @@ def check_calls(events: list[Event]) -> int:
     assert set(arguments) == set(range(len(names)))
     for number, name in enumerate(names):
         value: Any = json.loads(arguments[number])
-        assert name in ("f", "get.g")
+        assert name in ("f", "get-g.h")
         jsonschema.validate(value, SCHEMA if name == "f" else {"maxProperties": 0})
     return len(names)
 
@@ -215,7 +215,7 @@ def test_a_line_may_end_before_the_reasoning(world: World, is_required: bool) ->
     format_ = find_format("<tool_call></think>")
     tokens = world.tokenizer.added_tokens
     parts = answer_grammars(format_, tokens, "possible", CALLS, is_required)
-    said = '\n<think>a</think>\n\n<tool_call>\n{"name": "get.g", "arguments": {}}\n</tool_call>'
+    said = '\n<think>a</think>\n\n<tool_call>\n{"name": "get-g.h", "arguments": {}}\n</tool_call>'
     constraint = world.library.compile(StructuredOutput(parts=parts).to_grammar()).fork()
     assert constraint.accept(world.tokenizer.encode(said)) == ""
     events = read(format_, "", said)

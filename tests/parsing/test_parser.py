@@ -182,6 +182,18 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
         ("[1, 2]", [Content("[1, 2]")]),
         ("[f(1)]", [Content("[f(1)]")]),
         ("[f(x=g())]", [Content("[f(x=g())]")]),
+        # Names that are none in Python, and strings in which they are none.
+        (
+            "[a-b/c.d:e(from=1, x-y = -1.5, z='say f(x=1)'), "
+            """f (y='a\\'b(', w=(1, {"k": (2,)}))]""",
+            [
+                *call(0, "a-b/c.d:e", '{"from": 1, "x-y": -1.5, "z": "say f(x=1)"}'),
+                *call(1, "f", '{"y": "a\'b(", "w": [1, {"k": [2]}]}'),
+            ],
+        ),
+        ('[f(x="""a "g(y=1)" b""")]', call(0, "f", '{"x": "a \\"g(y=1)\\" b"}')),
+        ("[f(x=1, x=2)]", [Content("[f(x=1, x=2)]")]),
+        ("[f(x='a, g(y=1)]", [Content("[f(x='a, g(y=1)]")]),
     ],
     "olmo3": [
         ("Well\n<function_calls>f(x=1)\ng()</function_calls>", [Content("Well"), *TWO]),
@@ -792,7 +804,15 @@ def test_what_follows_a_broken_call_is_not_copied_at_each_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["0x" + "f" * 10_000, "-" * 100_000 + "1", "not " * 50_000 + "1", "1+" * 50_000 + "1"]
+    "value",
+    [
+        "a" * 100_000,
+        '"' + '\\"' * 50_000,
+        "0x" + "f" * 10_000,
+        "-" * 100_000 + "1",
+        "not " * 50_000 + "1",
+        "1+" * 50_000 + "1",
+    ],
 )
 def test_python_that_cannot_be_read_is_no_call(value: str) -> None:
     text = f"[f(x={value})]"

@@ -338,7 +338,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         {
             "open_pattern": (
                 rf"\A{_SPACES}(?:<\|python_start\|>{_SPACES})?"
-                rf"(?=\[{_SPACES}[A-Za-z_][\w.]{{0,255}}\()"
+                rf"(?=\[{_SPACES}[A-Za-z_][\w.:/-]{{0,255}}\()"
             ),
             "close_pattern": r"<\|python_end\|>",
             "content": "python-calls",

@@ -125,22 +125,45 @@ def _inner(text: str, arguments: Arguments) -> Any:
     return parsed(parser.get("name", "text"), text, parser.get("args", {}))
 
 
+# A string, or a word, before its arguments or its value or elsewhere. What is not closed ends with
+# the text, so that nothing is searched twice.
+_STRING_OR_NAME = regex.compile(
+    r"""(?P<quote>"{3}|'{3}|["'])(?:\\.|(?!(?P=quote))[^\\])*+(?:(?P=quote)|\\?\Z)"""
+    r"""|(?P<name>\w[\w.:/-]*+)(?P<after>\s*+[(=])?""",
+    regex.DOTALL,
+)
+
+
 def _python_calls(text: str, arguments: Arguments) -> list[dict[str, Any]]:
-    """[f(a=1), g()], or such calls in lines, whose arguments are literals of Python or of JSON."""
+    """[f(a=1), g()], or such calls in lines, whose arguments are literals of Python or of JSON.
+    Names need not be ones in Python."""
+    stand_ins: dict[str, str] = {}
+
+    def as_python(match: regex.Match[str]) -> str:
+        if match["after"] is None:
+            return str(match[0])
+        return f"{stand_ins.setdefault(match['name'], f'_{len(stand_ins)}')}{match['after']}"
+
+    source = _STRING_OR_NAME.sub(as_python, text.strip())
+    names = {stand_in: name for name, stand_in in stand_ins.items()}
     calls: list[ast.AST] = []
-    for statement in ast.parse(text.strip()).body:
+    for statement in ast.parse(source).body:
         value = statement.value if isinstance(statement, ast.Expr) else statement
         calls += value.elts if isinstance(value, ast.List) else [value]
     if not calls:
         raise Unreadable("there is no call")
     found = []
     for call in calls:
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise Unreadable("it is something else than calls with named arguments")
-        named = {each.arg: _literal(each.value) for each in call.keywords if each.arg}
+        named = {
+            names.get(each.arg, each.arg): _literal(each.value)
+            for each in call.keywords
+            if each.arg
+        }
         if len(named) != len(call.keywords):
             raise Unreadable("an argument has no name, or is there twice")
-        found.append({"name": ast.unparse(call.func), "arguments": named})
+        found.append({"name": names.get(call.func.id, call.func.id), "arguments": named})
     return found
 
 
