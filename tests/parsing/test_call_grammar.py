@@ -268,6 +268,42 @@ def test_a_call_has_an_id_where_its_format_has_one(world: World, name: str, patt
     assert len(ids) > 1, "the model chooses it"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("olmo3", "<function_calls>f(x=1)\nget-g.h()</function_calls>"),
+        ("olmo3", "<function_calls>\nf(x=1)\n</function_calls>"),
+        (
+            "cohere",
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}}]'
+            "<|END_ACTION|>",
+        ),
+        (
+            "cohere",
+            '<|START_ACTION|>[\n    {"tool_call_id": "10", "tool_name": "f", "parameters": '
+            '{"x":1}},\n    {"tool_call_id": "11", "tool_name": "get-g.h", "parameters": {}}\n]'
+            "<|END_ACTION|>",
+        ),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, '
+            '{"name": "get-g.h", "arguments": {}}]',
+        ),
+        ("granite-v31", '<tool_call>[{"name": "f", "arguments": {"x": 1}}]'),
+        ("mistral-call-id", '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"x": 1}'),
+    ],
+)
+@pytest.mark.parametrize("is_required", [True, False])
+def test_calls_may_be_written_as_models_write_them(
+    world: World, name: str, said: str, is_required: bool
+) -> None:
+    format_ = find_format(None, calls=name)
+    parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", CALLS, is_required)
+    constraint = world.library.compile(StructuredOutput(parts=parts).to_grammar()).fork()
+    assert constraint.accept(world.tokenizer.encode(said)) == ""
+    assert check_calls(read(format_, "", said)) > 0
+
+
 def test_the_text_of_an_answer_may_be_delimited(world: World) -> None:
     format_ = find_format(None, calls="cohere", reasoning="cohere")
     tokens = world.tokenizer.added_tokens

@@ -117,7 +117,7 @@ class _Writer:
         several = is_parallel and not syntax.is_single
         more = f"({self._literal(syntax.between)} call)*" if several else ""
         before = self._any_of(syntax.before)
-        return f"{before} call {more} {self._literal(syntax.after)}"
+        return f"{before} call {more} {self._any_of(syntax.after)}"
 
     def _calls_or_text(
         self,
@@ -146,7 +146,7 @@ class _Writer:
             self._add_calls(calls)
             rest = self._any_of([each.removeprefix(syntax.trigger) for each in syntax.before])
             more = f"({self._literal(syntax.between)} call)*" if several else ""
-            group = f"{head} {rest} call {more} {self._literal(syntax.after)}"
+            group = f"{head} {rest} call {more} {self._any_of(syntax.after)}"
         return f"({group})* TEXT" if several else f"({group} | TEXT)"
 
     def _text_until(self, name: str, delimiter: str) -> str:

@@ -42,15 +42,15 @@ _LONG = "{1,256}"  # characters of a name
 class CallSyntax:
     """How calls are written, so that a grammar can demand it.
 
-    Calls are one of `before`, calls with `between` between them, and `after`; a call is `begin`,
-    with its name for {name} and an id for {call_id}, its arguments and `end`.
+    Calls are one of `before`, calls with `between` between them, and one of `after`; a call is
+    `begin`, with its name for {name} and an id for {call_id}, its arguments and `end`.
     """
 
     begin: str
     end: str
     before: tuple[str, ...] = ("",)
     between: str = "\n"
-    after: str = ""
+    after: tuple[str, ...] = ("",)
     # What calls begin with after free text. "": they are all of the answer, or nothing of it, and
     # begin with `first`, with which a text then does not begin.
     trigger: str = ""
@@ -274,7 +274,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "}",
             before=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
             between=", ",
-            after="]",
+            after=("]",),
             trigger="[TOOL_CALLS]",
         ),
     ),
@@ -309,7 +309,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
             "\n```<｜tool▁call▁end｜>",
             before=("<｜tool▁calls▁begin｜>",),
-            after="<｜tool▁calls▁end｜>",
+            after=("<｜tool▁calls▁end｜>",),
             trigger="<｜tool▁calls▁begin｜>",
         ),
     ),
@@ -329,7 +329,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "<｜tool▁call▁end｜>",
             before=("<｜tool▁calls▁begin｜>",),
             between="",
-            after="<｜tool▁calls▁end｜>",
+            after=("<｜tool▁calls▁end｜>",),
             trigger="<｜tool▁calls▁begin｜>",
         ),
     ),
@@ -345,7 +345,9 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "transform": _ENTRY,
             "transform_each": True,
         },
-        CallSyntax("{name}(", ")", ("[",), between=", ", after="]", first="[", notation="python"),
+        CallSyntax(
+            "{name}(", ")", ("[",), between=", ", after=("]",), first="[", notation="python"
+        ),
     ),
     # OLMo 3
     "olmo3": (
@@ -360,7 +362,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "{name}(",
             ")",
             before=("<function_calls>", "<function_calls>\n"),
-            after="</function_calls>",
+            after=("</function_calls>", "\n</function_calls>"),
             trigger="<function_calls>",
             notation="python",
         ),
@@ -373,7 +375,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "}",
             before=("<|tool_call|>[", "<|tool_call|> ["),
             between=", ",
-            after="]",
+            after=("]",),
             trigger="<|tool_call|>",
         ),
     ),
@@ -385,7 +387,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "}",
             before=("<tool_call>[", "<tool_call> ["),
             between=", ",
-            after="]",
+            after=("]",),
             trigger="<tool_call>",
         ),
     ),
@@ -403,7 +405,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "}",
             before=("<|START_ACTION|>[\n    ", "<|START_ACTION|>["),
             between=",\n    ",
-            after="\n]<|END_ACTION|>",
+            after=("\n]<|END_ACTION|>", "]<|END_ACTION|>"),
             call_id="[0-9]{1,4}",
         ),
     ),
@@ -601,7 +603,7 @@ def _syntax_of(region: Region) -> CallSyntax | None:
     name, arguments = paths.name[0], paths.arguments[0]
     begin, end = f'{{"{name}": "{_NAME}", "{arguments}": ', "}"
     if paths.layout == "list":
-        return CallSyntax(begin, end, (f"{opening}[",), ", ", f"]{closing}", opening)
+        return CallSyntax(begin, end, (f"{opening}[",), ", ", (f"]{closing}",), opening)
     return CallSyntax(opening + begin, end + closing, trigger=opening)
 
 
