@@ -249,6 +249,25 @@ def test_scales_for_other_numbers_are_refused(field: str, value: object, tmp_pat
         load(directory)
 
 
+def test_scales_are_promised_by_a_word_too(tmp_path: Path) -> None:
+    """As AutoFP8 writes it: "static"."""
+    directory = with_scales(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    for scheme in ("static", "dynamic"):
+        config["quantization_config"]["kv_cache_scheme"] = scheme
+        (directory / "config.json").write_text(json.dumps(config))
+        if scheme == "static":
+            with load(directory) as llm:
+                assert greedy(llm) == expected(model_zoo.model_directory("llama3"), SCALES)
+    with pytest.raises(ModelError, match="kv_cache_scheme is 'dynamic'; it must be a JSON object"):
+        load(directory)
+    config["quantization_config"]["kv_cache_scheme"] = "static"
+    (directory / "config.json").write_text(json.dumps(config))
+    shutil.copy(model_zoo.model_directory("llama3") / "model.safetensors", directory)
+    with pytest.raises(ModelError, match="have no k_scale of layer 0"):
+        load(directory)
+
+
 def test_unknown_types_are_refused_with_the_known() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype.*'int8' is not one of auto, fp8"):
         LLM("demo", kv_cache_dtype="int8")

@@ -97,6 +97,8 @@ def _promises_scales(config: ModelConfig) -> bool:
     for name in ("quantization_config", "compression_config"):
         if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
             continue
+        if fields.part(name).get("kv_cache_scheme") == "static":  # as AutoFP8 writes it
+            return True
         scheme = fields.part(name).part("kv_cache_scheme")
         for field, expected in {"type": "float", "num_bits": 8}.items():
             if scheme.get(field, expected) != expected:
