@@ -942,6 +942,23 @@ def test_what_is_not_read_is_refused(
         read_model_config(changed(tmp_path, name, config=config))
 
 
+def test_sparsity_that_is_stored_densely_changes_nothing(tmp_path: Path) -> None:
+    """As old versions of llm-compressor write it, with what they have counted."""
+    config: dict[str, Any] = {
+        "format": "dense",
+        "global_sparsity": 0.146,
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+    }
+    plain = read_model_config(SAMPLES / "int8").quantization
+    directory = changed(tmp_path, "int8", config={"sparsity_config": config})
+    assert read_model_config(directory).quantization == plain
+    config["format"] = "sparse-24-bitmask"
+    directory = changed(tmp_path, "int8", config={"sparsity_config": config})
+    with pytest.raises(ModelError, match=r"sparsity_config is .* does not implement it"):
+        read_model_config(directory)
+
+
 def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
     directory = changed(tmp_path, "packed_int4")
     text = (directory / "config.json").read_text()

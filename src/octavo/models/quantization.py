@@ -271,7 +271,10 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
             quantization = _read_group(where, group)
             by_target |= dict.fromkeys(group.names("targets", [LINEAR]), (group, quantization))
     for name in ("sparsity_config", "transform_config"):
-        if fields.get(name, {}) not in ({}, {"format": "dense"}):
+        options = fields.part(name, {})
+        # Weights of which many are zeros may be stored as any others; how many there are is said
+        # beside that.
+        if options.values and options.get("format", None) != "dense":
             raise fields.error(name, "octavo does not implement it")
     names: dict[Quantization, list[str]] = {}
     patterns: list[Group] = []
