@@ -509,6 +509,11 @@ def replaced(name: str, tensor: Tensor) -> Change:
             r"k_proj\.weight has 5 bytes for a weight of shape \[64, 128\]",
         ),
         (
+            "bitsandbytes_int8",  # tiles of a GPU's kernels
+            replaced("weight_format", torch.tensor(2, dtype=torch.uint8)),
+            r"k_proj\.weight_format is \[2\]; octavo reads rows in their order \(0\)",
+        ),
+        (
             "bitsandbytes_int8",
             replaced("SCB", torch.ones(63)),
             r"k_proj\.SCB has shape \[63\] for",

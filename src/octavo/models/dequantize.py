@@ -470,8 +470,12 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
 def _bitsandbytes_int8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     """int8, of which 127 stands for the largest value of each row.
 
-    Inputs stay as they are: LLM.int8() rounds all of them but outliers.
+    Inputs stay as they are: LLM.int8() rounds all of them but outliers. Old versions of
+    bitsandbytes could save a weight in the order in which a GPU's kernels read it (weight_format).
     """
+    if "weight_format" in parts and bool(parts["weight_format"].any()):
+        number = parts["weight_format"].flatten().tolist()
+        raise FormatError("weight_format", f"is {number}; octavo reads rows in their order (0)")
     scale = parts["SCB"]
     _check_scales(scale, "SCB", "not negative", 128 / 127)  # a row of zeros has 0
     num_outputs = parts["weight"].shape[:1].numel()
