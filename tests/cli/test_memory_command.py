@@ -290,3 +290,45 @@ def test_equal_layers_are_computed_once(
         counts.append(len(described))
     # Copies that fit only some layers divide them into two kinds.
     assert counts[1] < 2 * counts[0]
+
+
+def test_each_group_of_layers_takes_blocks_of_its_own(octavo: Octavo) -> None:
+    """A token of a Gemma 3 is in seven groups; windows keep, and read, only a part of a context."""
+    gemma = ROOT / "benchmarks/configs/gemma-3-4b"
+    options = ("--gpu", "h200", "--no-weight-copies", "--json")
+
+    def values(*more: str) -> dict[str, Any]:
+        run = octavo("memory", gemma, *options, *more)
+        found: dict[str, Any] = json.loads(run.stdout)
+        return found
+
+    whole = values()
+    budget = whole["budget"]
+    room = budget["num_blocks"] * budget["block_bytes"]
+    assert whole["kv_slots"] == room // whole["kv_bytes_per_token"]
+    assert len(whole["kv_groups"]) == 7
+    rates = whole["forms"][0]["tokens_per_second"]
+    assert set(rates) == {"1", "64", "256"}
+    # Room for 64 sequences of 1,024 tokens, if every group has their blocks, but not for 256.
+    some = values("--num-blocks", str(7 * 64 * 70))
+    assert set(some["forms"][0]["tokens_per_second"]) == {"1", "64"}
+
+
+def test_layers_with_windows_read_less(octavo: Octavo, tmp_path: Path) -> None:
+    fields = json.loads((ROOT / "benchmarks/configs/gemma-3-4b/config.json").read_text())
+    rates = []
+    for window in (1024, 128):
+        text = fields.get("text_config", fields)
+        text["sliding_window"] = window
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        run = octavo("memory", tmp_path, "--gpu", "h200", "--no-weight-copies", "--json")
+        rates.append(json.loads(run.stdout)["forms"][0]["tokens_per_second"]["256"])
+    assert rates[1] > 1.5 * rates[0]
+
+
+def test_the_time_of_an_encoder_is_not_known(octavo: Octavo) -> None:
+    t5 = ROOT / "benchmarks/configs/t5-3b"
+    values = json.loads(octavo("memory", t5, "--gpu", "h200", "--json").stdout)
+    assert [each["tokens_per_second"] for each in values["forms"]] == [None] * len(values["forms"])
+    text = octavo("memory", t5, "--gpu", "h200").stdout
+    assert re.search(r"^as stored .*( +not known){3}$", text, re.M)

@@ -120,7 +120,9 @@ class Form:
     quantization: str
     weights: int | None  # bytes; None: they leave no room for a KV cache
     kv_slots: int | None
-    tokens_per_second: dict[int, float]  # expected of decodes at CONTEXT tokens, by batch size
+    # Expected of decodes at CONTEXT tokens, by batch size; None: the model has an encoder, whose
+    # time the cost model does not know.
+    tokens_per_second: dict[int, float] | None
     is_dequantized: bool  # the device has no kernels for it
 
 
@@ -219,12 +221,14 @@ def forms_table(forms: list[Form]) -> RenderableType:
         if form.weights is None:
             table.add_row(form.quantization, "do not fit", "", *("" for _ in BATCHES))
             continue
-        rates = [form.tokens_per_second.get(batch) for batch in BATCHES]
+        rates, missing = form.tokens_per_second, "no room"
+        if rates is None:
+            rates, missing = {}, "not known"
         table.add_row(
             f"{form.quantization} (dequantized)" if form.is_dequantized else form.quantization,
             format_bytes(form.weights),
             f"{form.kv_slots:,}",
-            *("no room" if rate is None else f"{rate:,.0f}" for rate in rates),
+            *(f"{rates[each]:,.0f}" if each in rates else missing for each in BATCHES),
         )
     return table
 
@@ -254,21 +258,26 @@ class Budget:
 
     @property
     def kv_slots(self) -> int:
-        """Tokens that the KV cache has room for."""
-        return self._budget.num_blocks * self._shape.block_size
+        """Tokens that the KV cache has room for, while all groups hold each of them."""
+        budget = self._budget
+        return budget.num_blocks * budget.block_bytes // self._shape.bytes_per_token
 
-    def decode_rates(self, gpu: GPU) -> dict[int, float]:
+    def decode_rates(self, gpu: GPU) -> dict[int, float] | None:
         """Tokens per second that the simulator expects of decodes, by the number of sequences, of
-        those whose KV fits."""
+        those whose KV fits; None: see Form."""
+        if self._model_config.encoder is not None:
+            return None
         element_bytes = self._config.cache.element_bytes(self._dtype)
         kept = self._model_config.kept_by(gpu.kernels)
         size = ModelSize.of(kept, self._dtype, element_bytes, self._size)
         cost = CostModel(size, gpu, self._size, self._shape.block_size)
         context = min(CONTEXT, self._model_config.max_model_len)
+        read = self._shape.read_bytes(context) / size.kv_token_bytes  # tokens, the mean of layers
+        room = self._estimate.fits(context, chunk=1)
         rates = {}
         for batch in BATCHES:
-            if batch * context <= self.kv_slots:
-                step = StepShape(batch, batch, batch, batch * context, 0, num_requests=batch)
+            if batch <= room:
+                step = StepShape(batch, batch, batch, batch * read, 0, num_requests=batch)
                 rates[batch] = batch / cost.compute_seconds(step)
         return rates
 
