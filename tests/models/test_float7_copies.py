@@ -45,7 +45,12 @@ def test_large_projections_have_them() -> None:
     assert config.copy_saves(33) == config.copy_saves(64) == head + 32 * gates // 8
     assert config.copy_saves(65) == head
     size = ModelSize.of(config, "bfloat16")
-    assert size.copies_save == ((32, 32 * down // 8), (64, 32 * gates // 8))
+    assert size.copies_save == ((2, 32, 32 * down // 8), (2, 64, 32 * gates // 8))
+    reads = [
+        ModelSize.of(plain, "bfloat16").read_bytes(n, 999) - size.read_bytes(n, 999)
+        for n in (1, 2, 64, 65)
+    ]
+    assert reads == [0, 32 * (gates + down) // 8, 32 * gates // 8, 0]
     # Of a half of a down projection there are too few weights.
     shard = config.sharded(Shard(0, 2))
     assert shard.copy_bytes - shard.head.copy_bytes == 32 * gates // 2 * 7 // 8
@@ -63,6 +68,8 @@ def test_experts_have_them() -> None:
     assert tiles == [32, 64]
     assert experts.copy_saves_of_all == 128 * 3 * 2048 * 768 // 8
     assert config.copy_saves(1) == config.head.copy_saves(1)
+    [(least, most, saved)] = ModelSize.of(config, "bfloat16").expert_copies_save
+    assert (least, most, saved) == (2, counts[-1], 48 * experts.copy_saves_of_all)
     few = replace(experts, routing=RoutingConfig(num_experts=8, top_k=2), hidden_size=1024)
     assert few.copied_tokens.start > counts.start
     assert not replace(few, intermediate_size=128).copied_tokens

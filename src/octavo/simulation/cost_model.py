@@ -7,7 +7,8 @@
             + all-reduces of tensor parallelism + block copies + swaps
 
 Weights and products overlap on a device, so the larger one counts. All other parts follow each
-other. The formula never decreases when a step has more of anything.
+other. The formula never decreases when a step has more of anything, but for the second token of a
+model in FP8 with copies, which are read from there on.
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ class ModelSize:
     expert_bytes: int = 0  # of all experts that routers choose from
     miss_share: float = 0.0  # of the experts, that one token does not take
     # How many bytes fewer than the weights their copies have, in 12 or 7 bits: the head's, which up
-    # to so many rows of logits are multiplied by; and of those of projections in layers, up to how
-    # many tokens are multiplied by them, with these bytes.
+    # to so many rows of logits are multiplied by; and of those of projections in layers, from and
+    # up to how many tokens are multiplied by them, with these bytes.
     head_copy_saves: int = 0
     head_copy_rows: int = 0
-    copies_save: tuple[tuple[int, int], ...] = ()
-    expert_copies_save: tuple[tuple[int, int], ...] = ()  # the same of all experts
+    copies_save: tuple[tuple[int, int, int], ...] = ()
+    expert_copies_save: tuple[tuple[int, int, int], ...] = ()  # the same of all experts
 
     @classmethod
     def of(
@@ -156,14 +157,15 @@ class ModelSize:
         experts = model.num_expert_parameters()
         shard = model.sharded(Shard(0, num_gpus))
         head_rows = shard.head.copied_tokens.stop - 1
-        saves: Counter[int] = Counter()
-        expert_saves: Counter[int] = Counter()
+        saves: Counter[tuple[int, int]] = Counter()
+        expert_saves: Counter[tuple[int, int]] = Counter()
+        least = 2 if shard.copy_form == "float7" else 1
         for each in chain(*shard.copyable):
             most = each.copied_tokens.stop - 1
             if isinstance(each, ExpertsConfig):
-                expert_saves[most] += num_gpus * each.copy_saves_of_all
+                expert_saves[least, most] += num_gpus * each.copy_saves_of_all
             else:
-                saves[most] += num_gpus * each.copy_saves(most)
+                saves[least, most] += num_gpus * each.copy_saves(most)
         return cls(
             weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
@@ -178,23 +180,28 @@ class ModelSize:
             miss_share=(read - active) / experts if experts else 0.0,
             head_copy_saves=num_gpus * shard.head.copy_saves(head_rows),
             head_copy_rows=max(0, head_rows),
-            copies_save=tuple(sorted(each for each in saves.items() if each[1])),
-            expert_copies_save=tuple(sorted(each for each in expert_saves.items() if each[1])),
+            copies_save=_sorted(saves),
+            expert_copies_save=_sorted(expert_saves),
         )
 
     def read_bytes(self, num_tokens: int, num_logits: int) -> float:
         """Bytes of weights that a step of so many tokens and rows of logits reads, if all choices
-        of experts are equally likely. Copies that only several tokens are multiplied by, small ones
-        and those in 7 bits, count for one, too: more tokens never take less time."""
+        of experts are equally likely. Small copies in 12 bits, which only several tokens are
+        multiplied by, count for one, too."""
         saved = self.head_copy_saves if num_logits <= self.head_copy_rows else 0
         saved += _saved(self.copies_save, num_tokens)
         experts = self.expert_bytes - _saved(self.expert_copies_save, num_tokens)
         return self.weight_bytes - saved + experts * (1 - self.miss_share**num_tokens)
 
 
-def _saved(copies_save: tuple[tuple[int, int], ...], num_tokens: int) -> int:
+def _sorted(saves: Counter[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """See ModelSize.copies_save; none that save nothing."""
+    return tuple(sorted((*tokens, num_bytes) for tokens, num_bytes in saves.items() if num_bytes))
+
+
+def _saved(copies_save: tuple[tuple[int, int, int], ...], num_tokens: int) -> int:
     """Bytes that copies save which are read for so many tokens."""
-    return sum(num_bytes for most, num_bytes in copies_save if num_tokens <= most)
+    return sum(num_bytes for least, most, num_bytes in copies_save if least <= num_tokens <= most)
 
 
 class CostModel:
