@@ -56,12 +56,12 @@ class GroupedExperts(WeightOwner):
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """hidden [num_tokens, size], ids and weights [num_tokens, top_k] -> [num_tokens, size].
 
-        An id beyond the experts stands for none.
+        Ids are those of experts: transformers' routers name others only where ranks divide the
+        experts, and no ranks share these models (TransformersConfig.sharded).
         """
-        weights = weights.float().masked_fill(ids >= self._num_experts, 0.0)
-        ids = ids.clamp(max=self._num_experts - 1).int()
+        ids, weights = ids.int().contiguous(), weights.float().contiguous()
         lists = list_experts(ids, self._num_experts, self._num_hit)
-        result = self._kernel.apply_partial(hidden, Routed(ids, weights.contiguous(), lists))
+        result = self._kernel.apply_partial(hidden, Routed(ids, weights, lists))
         return result if result.dim() == 2 else result.sum(0).to(hidden.dtype)
 
     def _taken(self, name: str) -> Tensor | None:
