@@ -911,6 +911,12 @@ def test_files_must_be_as_config_json_says(
             "checkpoint_format is 'marlin'; octavo knows gptq",
         ),
         (
+            "gptq",
+            {"checkpoint_format": None, "format": "marlin"},
+            "quantization_config: format is 'marlin'; octavo knows gptq",
+        ),
+        ("awq", {"version": None, "format": "gemv"}, "config: format is 'gemv'; octavo reads gemm"),
+        (
             "fp8_transformers",
             {"weight_block_size": [128]},
             "weight_block_size is .*; it must be a l",
@@ -962,6 +968,18 @@ def test_sparsity_that_is_stored_densely_changes_nothing(tmp_path: Path) -> None
     directory = changed(tmp_path, "int8", config={"sparsity_config": config})
     with pytest.raises(ModelError, match=r"sparsity_config is .* does not implement it"):
         read_model_config(directory)
+
+
+def test_versions_of_gptq_have_two_names(tmp_path: Path) -> None:
+    """GPTQModel calls it format; where both are there, the old name counts, as in transformers."""
+    for config, offset in (
+        ({"checkpoint_format": None, "format": "gptq_v2"}, 0),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, 1),
+        ({"checkpoint_format": None, "format": None}, 1),
+    ):
+        quantization = read_model_config(changed(tmp_path, "gptq", config=config)).quantization
+        assert quantization is not None
+        assert quantization.zero_offset == offset
 
 
 def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path) -> None:

@@ -357,14 +357,21 @@ def _group_size(fields: Fields) -> int | None:
     return None if fields.get(name, -1) == -1 else fields.count(name)
 
 
+def _format_field(fields: Fields, name: str) -> str:
+    """What the order of packed values is called: by its old name or, where that says nothing, by
+    that which GPTQModel and transformers 5 have for all methods."""
+    return name if fields.get(name, None) is not None else "format"
+
+
 def _read_awq(fields: Fields) -> Quantization:
     """4-bit integers in groups of inputs, with zero points (arXiv:2306.00978)."""
     bits = fields.count("bits" if "bits" in fields.values else "w_bit", 4)
     if bits != 4:
         raise fields.error("bits", "octavo reads 4")
-    version = fields.get("version", "gemm")
+    name = _format_field(fields, "version")
+    version = fields.get(name, "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise fields.error("version", "octavo reads gemm")
+        raise fields.error(name, "octavo reads gemm")
     demanded = ("qzeros",) if fields.flag("zero_point", True) else ()
     size = _group_size(fields)
     return Quantization("awq", num_bits=4, form="int", group_size=size, demanded=demanded)
@@ -393,7 +400,7 @@ def _read_gptq_fields(fields: Fields) -> Quantization:
     if bits not in PACKED_BITS:
         raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
     versions = {"gptq": 1, "gptq_v2": 0}
-    offset = fields.choice("checkpoint_format", versions, "gptq")
+    offset = fields.choice(_format_field(fields, "checkpoint_format"), versions, "gptq")
     return Quantization(
         "gptq",
         num_bits=bits,
