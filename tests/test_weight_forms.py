@@ -148,7 +148,7 @@ def test_a_form_whose_groups_divide_no_inputs_is_left_out(tmp_path: Path) -> Non
         for each in partly.layers
         if isinstance(each.mlp, MLPConfig)
     )
-    assert saved == int((2 - 0.5 - 2 / 128) * projections), "down projections stay"
+    assert saved == int((2 - 0.5 - 2 / 64) * projections), "in groups of 64; down projections stay"
 
 
 def test_groups_must_divide_the_slices_of_ranks(tmp_path: Path) -> None:

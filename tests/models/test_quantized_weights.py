@@ -115,6 +115,26 @@ def test_weights_stay_quantized(name: str) -> None:
     assert kinds == {expected}
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed_int4_asymmetric", "packed_int8"])
+def test_zero_points_of_groups_are_counted(name: str, tmp_path: Path) -> None:
+    forms = [slot.content for slot in slots(SAMPLES / name).values()]
+    taken = weights = 0
+    for form in forms:
+        assert isinstance(form, GroupedInt)
+        zeros = 0 if form.zeros is None else form.zeros.nbytes
+        taken += form.packed.nbytes + form.scales.nbytes + zeros
+        weights += math.prod(form.shape)
+    quantization = read_model_config(SAMPLES / name).quantization
+    assert quantization is not None
+    counted = quantization.weight_bytes()
+    assert counted == pytest.approx(taken / weights)
+    if name == "gptq":
+        directory = changed(tmp_path, name, config={"sym": False})
+        quantization = read_model_config(directory).quantization
+        assert quantization is not None
+        assert quantization.weight_bytes() == counted + 2 / 32
+
+
 def test_static_scales_of_inputs_are_not_read(tmp_path: Path) -> None:
     """By either name; inputs are rounded with scales of their own."""
 

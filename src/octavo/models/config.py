@@ -512,11 +512,16 @@ class ModelConfig(ModelDescription):
     def quantized_parts(self) -> tuple[int, int]:
         """Parameters in projections, and in experts that routers choose from, that stay quantized
         if a device keeps them so."""
+        return self._divisible_parts(
+            1 if self.quantization is None else self.quantization.divisors[-1]
+        )
+
+    def _divisible_parts(self, divisor: int) -> tuple[int, int]:
+        """The same, of weights whose inputs are divisible by that."""
         encoder = () if self.encoder is None else self.encoder.layers
-        group = 1 if self.quantization is None else self.quantization.smallest_group
         layers = (*self.layers, *encoder)
-        all_parts = sum(map_distinct(lambda each: each.num_quantized_parameters(group), layers))
-        experts = self._sum_of_experts(lambda each: each.num_quantized_expert_parameters(group))
+        all_parts = sum(map_distinct(lambda each: each.num_quantized_parameters(divisor), layers))
+        experts = self._sum_of_experts(lambda each: each.num_quantized_expert_parameters(divisor))
         return all_parts - experts, experts
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
@@ -545,18 +550,22 @@ class ModelConfig(ModelDescription):
         """What quantized projections and experts take less than in the model's dtype."""
         if self.quantization is None:
             return 0, 0
-        saved = []
+        saved, counted = [0.0, 0.0], (0, 0)
         forms = self.quantization, self.quantization.of_experts
-        for form, number, is_kept in zip(forms, self.quantized_parts, self.kept, strict=True):
-            taken = dtype_bytes if form.weight_bytes is None else form.weight_bytes
-            saved.append(int((dtype_bytes - taken) * number * is_kept))
-        return saved[0], saved[1]
+        for divisor in self.quantization.divisors:
+            numbers = self._divisible_parts(divisor)
+            for part, form in enumerate(forms):
+                taken = form.weight_bytes(divisor, is_of_experts=part == 1)
+                number = (numbers[part] - counted[part]) * self.kept[part]
+                saved[part] += 0 if taken is None else (dtype_bytes - taken) * number
+            counted = numbers
+        return int(saved[0]), int(saved[1])
 
     @property
     def copy_form(self) -> CopyForm | None:
         """The form in which projections of layers may have copies; None: they have none."""
         quantization = self.quantization
-        if quantization is None or quantization.weight_bytes is None:
+        if quantization is None or quantization.form is None:
             return "float12"
         if quantization.fits_float7:
             return "float7"

@@ -26,7 +26,7 @@ from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
 from octavo.models.kv_scales import is_kv_scale
-from octavo.models.quantization import SMALLEST_GROUP, Quantization
+from octavo.models.quantization import SMALLEST_GROUP, Quantization, halved
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import (
@@ -444,9 +444,8 @@ def _form_of_rows(dense: Tensor, quantization: Quantization) -> QuantizedWeight 
             return MxFloat4.quantize(dense)
         if quantization.form == "int":
             # Scales of fewer inputs, where their number does not divide.
-            group = quantization.group_size or size
-            while size % group and group > SMALLEST_GROUP:
-                group //= 2
+            groups = halved(quantization.group_size or size)
+            group = next((each for each in groups if size % each == 0), groups[-1])
             return GroupedInt.quantize(
                 dense, quantization.num_bits, group, quantization.quantizes_inputs
             )

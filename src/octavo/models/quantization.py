@@ -20,6 +20,7 @@ OF_FULL_NAMES = (COMPRESSED_TENSORS, "torchao")
 ON_LOAD_METHOD = "on-load"  # of weights that the files do not hold quantized
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 SMALLEST_GROUP = 32  # of inputs that share a scale, of weights that are quantized on load
+EXPERTS_GROUP = 128  # the most inputs that share a scale where kernels hold experts in 4 bits
 
 
 FormKind = Literal["float8", "int", "mxfloat4"]
@@ -143,18 +144,36 @@ class Quantization:
             is_named = any(each.have_end_of(module) for each in self.ignored)
         return is_named or any(each.match(module) for each in self.ignored)
 
-    @property
-    def weight_bytes(self) -> float | None:
-        """Bytes of a weight in its form, with its share of the scales; None: it has no form."""
-        if self.form == "int":
-            return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
-        return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
+    def weight_bytes(self, divisor: int = 1, is_of_experts: bool = False) -> float | None:
+        """Bytes of a weight in its form, with its share of the scales and zero points of groups, as
+        kernels hold them; None: it has no form.
+
+        Args:
+            divisor: see `divisors`.
+            is_of_experts: of those that a router chooses from. Their scales are float32.
+        """
+        if self.form != "int":
+            return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
+        group = self.group_size if divisor == 1 else divisor
+        size = 2
+        if is_of_experts:
+            group, size = min(group or EXPERTS_GROUP, EXPERTS_GROUP), 4
+        if self.has_zeros:
+            size *= 2
+        return self.num_bits / 8 + (size / group if group else 0)
 
     @property
-    def smallest_group(self) -> int:
-        """By how many inputs those of a weight must be divisible to be quantized on load."""
-        has_groups = self.method == ON_LOAD_METHOD and self.group_size is not None
-        return SMALLEST_GROUP if has_groups else 1
+    def has_zeros(self) -> bool:
+        """Whether each group of inputs has a zero point."""
+        return not {"qzeros", "weight_zero_point"}.isdisjoint(self.demanded)
+
+    @property
+    def divisors(self) -> tuple[int, ...]:
+        """By how many inputs those of a weight must be divisible to be quantized on load: by one of
+        these, the first of which is how many share a scale."""
+        if self.method != ON_LOAD_METHOD or self.group_size is None:
+            return (1,)
+        return halved(self.group_size)
 
     @property
     def is_unpacked(self) -> bool:
@@ -179,8 +198,7 @@ class Quantization:
             return True
         if kernels == "cpu":
             is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
-            has_zeros = "weight_zero_point" in self.demanded
-            return is_int8 and self.quantizes_inputs and not has_zeros
+            return is_int8 and self.quantizes_inputs and not self.has_zeros
         return kernels == "hopper" and self.form is not None
 
     def _keeps_experts(self, kernels: WeightKernels) -> bool:
@@ -191,6 +209,15 @@ class Quantization:
         if self.form == "float8":
             return kernels != "ampere"
         return self.form == "mxfloat4" or (self.form == "int" and self.num_bits == 4)
+
+
+def halved(group: int) -> tuple[int, ...]:
+    """A number of inputs that share a scale, and smaller ones that may, where it does not divide
+    all inputs."""
+    sizes = [group]
+    while sizes[-1] > SMALLEST_GROUP:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
 
 
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
@@ -401,13 +428,15 @@ def _read_gptq_fields(fields: Fields) -> Quantization:
         raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
     versions = {"gptq": 1, "gptq_v2": 0}
     offset = fields.choice(_format_field(fields, "checkpoint_format"), versions, "gptq")
+    order = ("g_idx",) if fields.flag("desc_act", False) else ()
+    zeros = () if fields.flag("sym", True) else ("qzeros",)
     return Quantization(
         "gptq",
         num_bits=bits,
         zero_offset=offset,
         form=_kind_of_packed(bits),
         group_size=_group_size(fields),
-        demanded=("g_idx",) if fields.flag("desc_act", False) else (),
+        demanded=order + zeros,
     )
 
 
