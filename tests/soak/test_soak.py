@@ -5,14 +5,24 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
+from triton.runtime import JITFunction
 
 from soak.kills import Answer, Choice, add_reply, make_requests
 from soak.malformed import KINDS
 from soak.offline import Round
 from soak.report import Memory, Report
-from soak.rescored import RESULT_KINDS, SETTINGS, LongWork, Result, checkpoint, compare
+from soak.rescored import (
+    RESULT_KINDS,
+    SETTINGS,
+    LongWork,
+    Result,
+    checkpoint,
+    compare,
+    nothing_is_compiled,
+)
 
 
 def answer_of(*replies: dict[str, object]) -> Answer:
@@ -41,6 +51,16 @@ def test_a_stream_and_a_whole_reply_compare_by_their_content() -> None:
     assert Choice(logprobs=[-0.5]).differs_from(Choice(logprobs=[-0.6])) is not None
     with pytest.raises(RuntimeError, match="gone"):
         answer_of({"error": {"message": "gone"}})
+
+
+def test_a_kernel_that_is_compiled_late_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, report = Mock(arg_names=["out", "SIZE"]), Report("part", 1.0)
+    kernel.fn.__name__ = "_store"
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args: args[1])
+    with nothing_is_compiled(report):
+        assert JITFunction._do_compile(kernel, "key", {}, 0, {(1,): 16}, {}, {}, False) == "key"
+    JITFunction._do_compile(kernel, "key", {}, 0, {(1,): 32}, {}, {}, False)
+    assert report.violations == ["_store was compiled while others waited: {'SIZE': 16}"]
 
 
 def test_every_decoding_method_is_used() -> None:
