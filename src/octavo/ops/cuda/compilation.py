@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock, get_ident
 from typing import Any
 
 from triton.runtime import JITFunction
 
 _MAX_THREADS = 8  # that compile; part of it holds the interpreter's lock
+_one_at_a_time = Lock()  # Triton's methods are replaced for the whole process
 
 
 def num_threads() -> int:
@@ -25,7 +27,8 @@ def num_threads() -> int:
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Compile the kernels that are launched inside, and launch none of them.
+    """Compile the kernels that this thread launches inside, and launch none of them. Other threads,
+    which may serve another engine, launch theirs.
 
     What they would have computed is missing: memory keeps what it held before. So this is for work
     whose results have no meaning, in which no index of torch's depends on them. A kernel that
@@ -36,19 +39,27 @@ def compiled_together() -> Iterator[None]:
         ...     for size in (1, 2, 4):
         ...         forward(size)
     """
-    run, compile_one = JITFunction.run, JITFunction._do_compile
-    begun = dict[tuple[JITFunction[Any], Any], Future[Any]]()
+    thread, begun = get_ident(), dict[tuple[JITFunction[Any], Any], Future[Any]]()
 
-    def not_launched(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
-        return run(kernel, *args, **options | {"warmup": True})
+    def run_or_compile(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
+        if get_ident() == thread:
+            options["warmup"] = True
+        return run(kernel, *args, **options)
 
-    def begin(kernel: JITFunction[Any], key: Any, *args: Any) -> None:
+    def begin(kernel: JITFunction[Any], key: Any, *args: Any) -> Any:
+        if get_ident() != thread:
+            return compile_one(kernel, key, *args)
         if (kernel, key) not in begun:
             begun[kernel, key] = pool.submit(compile_one, kernel, key, *args)
+        return None
 
-    with ThreadPoolExecutor(num_threads(), "octavo-compile") as pool:
-        JITFunction.run, JITFunction._do_compile = not_launched, begin
+    with _one_at_a_time, ThreadPoolExecutor(num_threads(), "octavo-compile") as pool:
+        run, compile_one = JITFunction.run, JITFunction._do_compile
+        JITFunction.run, JITFunction._do_compile = run_or_compile, begin
         try:
             yield
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         finally:
             JITFunction.run, JITFunction._do_compile = run, compile_one

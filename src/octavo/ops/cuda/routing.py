@@ -241,8 +241,8 @@ def empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.dev
     tokens = tokens_per_tile(num_tokens, num_experts, top_k)
     most = max_blocks(num_tokens, num_experts, top_k, tokens)
     rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
-    # Each is allocated by itself, and so begins at a multiple of 16 bytes, for
-    # which kernels are compiled.
+    # Each is allocated by itself, and so begins at a multiple of 16 bytes: kernels are compiled for
+    # such arrays, and would be again for others.
     experts, begins, ends, num_blocks = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (most, most, most, 1)
     )
