@@ -547,6 +547,10 @@ def test_no_kernel_of_the_sampler_is_compiled_while_requests_are_served(
     for kernel in kernels:
         kernel.device_caches.clear()
     overlapped, _ = engines.__wrapped__("llama3", 24, "recompute")
+    executor = overlapped.executor
+    assert isinstance(executor, CudaExecutor)
+    with torch.inference_mode():
+        executor.runner._launch_kernels((1, 2, 4, 8))
     compiled, compile_kernel = list[Any](), JITFunction._do_compile
 
     def noted(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
