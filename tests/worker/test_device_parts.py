@@ -390,6 +390,33 @@ def test_what_another_engine_of_the_process_has_taken_is_not_taken_twice(
     assert (fixed.weights, total, room) == (200, 500, 500 - 200 - 10 - 110)
 
 
+def test_workspaces_that_outlive_the_compiling_runner_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest step finds them when it is measured, so they are no part of its peak."""
+    allocated, made = [200], list[bool]()
+
+    def make_runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> None:
+        if graphs is not None and not graphs.captures:
+            made.append(True)
+            allocated[0] += 40  # for split sums, and those of cuBLAS
+
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    torch.cuda.memory_allocated = lambda device: allocated[0]
+    torch.cuda.max_memory_allocated = lambda device: allocated[0] + 100
+    torch.cuda.mem_get_info = lambda device: (1000, 2000)
+    monkeypatch.setattr(cuda_memory, "largest_steps", lambda *_: [])
+    monkeypatch.setattr(cuda_memory, "release_cached", lambda: None)
+    monkeypatch.setattr(cuda_memory, "_SLACK_BYTES", 0)
+    monkeypatch.setattr(cuda_memory, "_GRAPH_BYTES", 0)
+    device, demand = torch.device("cuda"), MagicMock()
+    graphs = Graphs([1], [], device)
+    cuda_memory.measure_memory(demand, make_runner, 500, device, graphs)
+    assert made == [True]
+    fixed, _, room, _ = demand.plan.call_args.args
+    assert (fixed.weights, fixed.activations, room) == (200, 40 + 110, 500 - 200 - 150)
+
+
 def test_a_graph_is_not_launched_while_another_thread_uses_the_workspace() -> None:
     """It may write there, too: between the launch that dequantizes a weight and its product."""
     launched = Event()

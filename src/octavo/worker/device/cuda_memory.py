@@ -84,6 +84,7 @@ def _measure(
 ) -> FixedMemory:
     """What weights, the largest step and the graphs take, by running such a step."""
     plans = largest_steps(demand.config, demand.model_config, demand.shape.block_sizes)
+    at_first = torch.cuda.memory_allocated(device)
     if graphs is not None and device.type == "cuda":
         with compiled_together():
             runner = make_runner(1, 0, Graphs(graphs.sizes, graphs.mixed, device, captures=False))
@@ -93,6 +94,7 @@ def _measure(
         release_cached()
     torch.cuda.reset_peak_memory_stats(device)
     present = torch.cuda.memory_allocated(device)
+    workspaces = present - at_first  # which libraries and kernels made then, and keep
     runner = make_runner(1, 0, None)
     before = torch.cuda.memory_allocated(device)
     for plan in plans:
@@ -111,7 +113,7 @@ def _measure(
         graph_bytes += graphs.num_graphs * _GRAPH_BYTES
         del runner
         release_cached()
-    activations = fixed_parts + int(peak * (1 + _SLACK)) + _SLACK_BYTES
+    activations = workspaces + fixed_parts + int(peak * (1 + _SLACK)) + _SLACK_BYTES
     return FixedMemory(weights, activations, max(graph_bytes, 0))
 
 
