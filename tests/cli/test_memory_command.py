@@ -15,8 +15,13 @@ import gguf_files
 from gguf_files import Kind
 from model_zoo import model_directory, write_model
 from octavo import LLM
+from octavo.cli.memory import CONTEXT
 from octavo.layers.config import CopyForm, LinearConfig
 from octavo.memory_budget import format_bytes
+from octavo.models.registry import read_model_config
+from octavo.simulation.cost_model import CostModel, ModelSize
+from octavo.simulation.gpus import find_gpu
+from octavo.simulation.step_shape import StepShape
 
 ROOT = Path(__file__).parents[2]
 OPT_13B = ROOT / "benchmarks/configs/opt-13b"
@@ -324,6 +329,17 @@ def test_layers_with_windows_read_less(octavo: Octavo, tmp_path: Path) -> None:
         run = octavo("memory", tmp_path, "--gpu", "h200", "--no-weight-copies", "--json")
         rates.append(json.loads(run.stdout)["forms"][0]["tokens_per_second"]["256"])
     assert rates[1] > 1.5 * rates[0]
+
+
+def test_devices_that_divide_a_model_read_all_of_its_contexts(octavo: Octavo) -> None:
+    """Each of them reads its part of the heads, of as many tokens as one device would."""
+    model, options = read_model_config(str(LLAMA_8B)), ("--gpu", "h200", "--no-weight-copies")
+    for size in (1, 2):
+        run = octavo("memory", LLAMA_8B, *options, "--json", "--tensor-parallel-size", size)
+        rates = json.loads(run.stdout)["forms"][0]["tokens_per_second"]
+        cost = CostModel(ModelSize.of(model, "bfloat16", num_gpus=size), find_gpu("h200"), size)
+        step = StepShape(64, 64, 64, 64 * CONTEXT, 0, num_requests=64)
+        assert rates["64"] == pytest.approx(64 / cost.compute_seconds(step))
 
 
 def test_the_time_of_an_encoder_is_not_known(octavo: Octavo) -> None:

@@ -272,7 +272,9 @@ class Budget:
         size = ModelSize.of(kept, self._dtype, element_bytes, self._size)
         cost = CostModel(size, gpu, self._size, self._shape.block_size)
         context = min(CONTEXT, self._model_config.max_model_len)
-        read = self._shape.read_bytes(context) / size.kv_token_bytes  # tokens, the mean of layers
+        shape = self._shape
+        of_layers = self._model_config.num_layers * shape.layer_bytes // shape.block_size
+        read = shape.read_bytes(context) / of_layers  # tokens, the mean of layers
         room = self._estimate.fits(context, chunk=1)
         rates = {}
         for batch in BATCHES:
