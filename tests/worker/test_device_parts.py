@@ -425,7 +425,7 @@ def test_a_graph_is_not_launched_while_another_thread_uses_the_workspace() -> No
         replay = staticmethod(launched.set)
 
     graphs: Any = Graphs([1], [], torch.device("cpu"))
-    graphs._captures, graphs._graphs = True, {"step": Graph()}
+    graphs._has_graphs, graphs._graphs = True, {"step": Graph()}
     thread = Thread(target=graphs.run, args=("step", lambda: None))
     with in_workspace:
         thread.start()

@@ -70,8 +70,8 @@ class Graphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
         self.captures = captures
-        self._captures = captures and device.type == "cuda"  # on a CPU, steps are padded alone
-        if self._captures:
+        self._has_graphs = captures and device.type == "cuda"  # on a CPU, steps are padded alone
+        if self._has_graphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -104,7 +104,7 @@ class Graphs:
         if key in self._graphs:
             return
         work()
-        if self._captures:
+        if self._has_graphs:
             self._graphs[key] = self._capture(work)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class Graphs:
         it is captured; from then on it is replayed.
         """
         graph = self._graphs.get(key)
-        if not self._captures or (graph is None and key not in self._seen):
+        if not self._has_graphs or (graph is None and key not in self._seen):
             self._seen.add(key)
             work()
             return

@@ -140,8 +140,8 @@ class ModelRunner:
             model: on the device.
             num_blocks: KV blocks on the device and in the swap tier.
             communicator: with the runners of the other shards, which run the same plans.
-            graphs: captured now, except those of steps with cascade attention. If nothing is to be
-                captured, all kernels are launched once.
+            graphs: captured now, except those of steps with cascade attention; or, if they are not
+                to be captured, launched with all other kernels.
         """
         scheduler, block_size = config.scheduler, config.cache.block_size
         layout, layers = group_layers(model_config.kv_specs()), model.attention_layers

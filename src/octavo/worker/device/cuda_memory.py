@@ -82,7 +82,10 @@ def _measure(
     device: torch.device,
     graphs: Graphs | None,
 ) -> FixedMemory:
-    """What weights, the largest step and the graphs take, by running such a step."""
+    """What weights, the largest step and the graphs take, by running such a step.
+
+    Before that, a runner of its own compiles the kernels of all steps, in several threads.
+    """
     plans = largest_steps(demand.config, demand.model_config, demand.shape.block_sizes)
     at_first = torch.cuda.memory_allocated(device)
     if graphs is not None and device.type == "cuda":
