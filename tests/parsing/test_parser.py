@@ -184,10 +184,10 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
         ("[f(x=g())]", [Content("[f(x=g())]")]),
         # Names that are none in Python, and strings in which they are none.
         (
-            "[a-b/c.d:e(from=1, x-y = -1.5, z='say f(x=1)'), "
+            "[a-b/c.d:e(from=1, x-y = -1.5, $z='say f(x=1)', @b=2), "
             """f (y='a\\'b(', w=(1, {"k": (2,)}))]""",
             [
-                *call(0, "a-b/c.d:e", '{"from": 1, "x-y": -1.5, "z": "say f(x=1)"}'),
+                *call(0, "a-b/c.d:e", '{"from": 1, "x-y": -1.5, "$z": "say f(x=1)", "@b": 2}'),
                 *call(1, "f", '{"y": "a\'b(", "w": [1, {"k": [2]}]}'),
             ],
         ),

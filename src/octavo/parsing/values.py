@@ -129,7 +129,7 @@ def _inner(text: str, arguments: Arguments) -> Any:
 # the text, so that nothing is searched twice.
 _STRING_OR_NAME = regex.compile(
     r"""(?P<quote>"{3}|'{3}|["'])(?:\\.|(?!(?P=quote))[^\\])*+(?:(?P=quote)|\\?\Z)"""
-    r"""|(?P<name>\w[\w.:/-]*+)(?P<after>\s*+[(=])?""",
+    r"""|(?P<name>[\w$@][\w.:/$@-]*+)(?P<after>\s*+[(=])?""",
     regex.DOTALL,
 )
 
