@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.llm import LLM
 from octavo.sampling_params import PoolingParams
-from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
 from octavo.server.http.settings import ServerSettings
@@ -155,31 +153,3 @@ def test_what_cannot_be_pooled_is_refused_by_the_client_too() -> None:
                 await client.generate([1], PoolingParams(dimensions=10**6))
 
     run(test())
-
-
-@pytest.mark.parametrize("num_inputs", [2, 300])
-def test_many_tokens_are_checked_in_a_thread(
-    num_inputs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-    check = EngineClient.check_prompts
-
-    def checking(*args: Any) -> None:
-        threads.append(threading.current_thread())
-        check(*args)
-
-    monkeypatch.setattr(EngineClient, "check_prompts", checking)
-
-    async def test() -> None:
-        async with symbolic_client() as client:
-            app = create_app(client, ServerSettings(("demo",)))
-            body = {"input": [[1] * 30] * (num_inputs - 1) + [[-1]]}
-            status, _, data = await post(app, "/v1/embeddings", json.dumps(body).encode())
-            assert (status, json.loads(data)["error"]["param"]) == (
-                400,
-                f"input[{num_inputs - 1}]",
-            )
-
-    run(test())
-    [thread] = threads
-    assert (thread is threading.current_thread()) is (num_inputs == 2)

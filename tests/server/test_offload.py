@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from typing import Any
 
 import pytest
 
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
+from octavo.server.http.settings import ServerSettings
 from octavo.server.offload import HUGE_TEXT, LARGE_BODY, LARGE_REPLY, LONG_TEXT, Offload
+from server.clients import run, symbolic_client
 
 
 def test_nothing_waits_for_huge_texts_but_huge_ones() -> None:
@@ -112,3 +119,34 @@ def test_large_replies_wait_for_each_other_and_for_no_body() -> None:
         work.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [2, 300])
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/embeddings"])
+def test_many_tokens_are_checked_in_a_thread(
+    path: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that pairs share counts for each, so that a short body may have millions."""
+    threads = []
+    check = EngineClient.check_prompts
+
+    def checking(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*args)
+
+    monkeypatch.setattr(EngineClient, "check_prompts", checking)
+    tokens, wrong = [1] * 30, [-1]
+    body = {
+        "/v1/score": {"prompt": tokens, "continuation": [[2]] * (number - 1) + [wrong]},
+        "/v1/embeddings": {"input": [tokens] * (number - 1) + [wrong]},
+    }[path]
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",)))
+            status, _, data = await post(app, path, json.dumps(body).encode())
+            assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_value")
+
+    run(test())
+    [thread] = threads
+    assert (thread is threading.current_thread()) is (number == 2)

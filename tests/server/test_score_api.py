@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
 from octavo.server.http.endpoints import score as score_module
@@ -136,29 +135,3 @@ def test_long_scores_are_written_in_a_thread(
     assert len(threads) == 2
     is_large = num_tokens + 1 > LARGE_REPLY
     assert (threading.current_thread() in threads) is not is_large
-
-
-@pytest.mark.parametrize("num_pairs", [2, 300])
-def test_many_tokens_are_checked_in_a_thread(
-    num_pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt that pairs share counts for each, so that a short body may have millions."""
-    threads = []
-    check = EngineClient.check_prompts
-
-    def checking(*args: Any) -> None:
-        threads.append(threading.current_thread())
-        check(*args)
-
-    monkeypatch.setattr(EngineClient, "check_prompts", checking)
-
-    async def test() -> None:
-        async with symbolic_client() as client:
-            app = create_app(client, ServerSettings(("demo",)))
-            body = {"prompt": [1] * 30, "continuation": [[2]] * (num_pairs - 1) + [[-1]]}
-            status, _, data = await post(app, "/v1/score", json.dumps(body).encode())
-            assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_value")
-
-    run(test())
-    [thread] = threads
-    assert (thread is threading.current_thread()) is (num_pairs == 2)

@@ -171,6 +171,20 @@ _MISTRAL_CALL = {
     "content": "json",
     "transform": _BODY,
 }
+
+
+def _in_json_list(opening: str) -> CallSyntax:
+    """Calls that are a list in JSON behind a delimiter, and end with the list."""
+    return CallSyntax(
+        f'{{"name": "{_NAME}", "arguments": ',
+        "}",
+        before=(f"{opening}[", f"{opening} ["),
+        between=", ",
+        after=("]",),
+        trigger=opening,
+    )
+
+
 _GRANITE_CALLS = {
     "open": ["<|tool_call|>", "<tool_call>"],
     "content": "json",
@@ -269,14 +283,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
             "transform": _ENTRY,
             "transform_each": True,
         },
-        CallSyntax(
-            '{"name": "{name}", "arguments": ',
-            "}",
-            before=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
-            between=", ",
-            after=("]",),
-            trigger="[TOOL_CALLS]",
-        ),
+        _in_json_list("[TOOL_CALLS]"),
     ),
     # Mistral, version 11, such as Small 3.2
     "mistral-call-id": (
@@ -370,26 +377,12 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
     # Granite 3
     "granite": (
         _GRANITE_CALLS,
-        CallSyntax(
-            '{"name": "{name}", "arguments": ',
-            "}",
-            before=("<|tool_call|>[", "<|tool_call|> ["),
-            between=", ",
-            after=("]",),
-            trigger="<|tool_call|>",
-        ),
+        _in_json_list("<|tool_call|>"),
     ),
     # Granite 3.1, where the chat template has another delimiter
     "granite-v31": (
         _GRANITE_CALLS,
-        CallSyntax(
-            '{"name": "{name}", "arguments": ',
-            "}",
-            before=("<tool_call>[", "<tool_call> ["),
-            between=", ",
-            after=("]",),
-            trigger="<tool_call>",
-        ),
+        _in_json_list("<tool_call>"),
     ),
     # Cohere's Command R7B and Command A: an answer is calls or a text
     "cohere": (
