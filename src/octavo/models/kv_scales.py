@@ -95,11 +95,15 @@ def _promises_scales(config: ModelConfig) -> bool:
     """Whether config.json says that there are scales; ModelError if they are not for e4m3."""
     fields = read_json(config.path / "config.json")
     for name in ("quantization_config", "compression_config"):
-        if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
+        if fields.get(name, None) is None:
             continue
-        if fields.part(name).get("kv_cache_scheme") == "static":  # as AutoFP8 writes it
+        quantization = fields.part(name)
+        given = quantization.get("kv_cache_scheme", None)
+        if not given:
+            continue
+        if given == "static":  # as AutoFP8 writes it
             return True
-        scheme = fields.part(name).part("kv_cache_scheme")
+        scheme = quantization.part("kv_cache_scheme")
         for field, expected in {"type": "float", "num_bits": 8}.items():
             if scheme.get(field, expected) != expected:
                 raise scheme.error(field, "an FP8 KV cache takes scales for floats of 8 bits")

@@ -33,10 +33,9 @@ class _Share:
 
 
 class ResponseStore:
-    """Owns the stored responses, of each tenant those that were used last.
-
-    Where all together are too long, the tenant whose are longest loses some: nobody takes the room
-    of others.
+    """Owns the stored responses and evicts the least recently used ones: of a tenant that has more
+    than `most`, and, while all tenants together have more than MAX_CHARACTERS, of the tenant that
+    has the most characters. So no tenant can have another one's responses evicted.
     """
 
     def __init__(self, most: int) -> None:
@@ -56,8 +55,7 @@ class ResponseStore:
         messages: Sequence[Any],
         num_characters: int,
     ) -> None:
-        """Keep a response, if there is room for it; `num_characters`: with the
-        conversation."""
+        """Keep a response, if there is room for it; num_characters: with its conversation."""
         self.remove(tenant, response_id)
         size = num_characters + MESSAGE_CHARACTERS * len(messages)
         if not self.most or size > MAX_CHARACTERS:
@@ -67,10 +65,9 @@ class ResponseStore:
         share.num_characters += size
         self._owners[tenant.salt, response_id] = tenant.name
         if len(share.stored) > self.most:
-            self._forget(share, next(iter(share.stored)))
+            self._evict_from(share)
         while sum(each.num_characters for each in self._shares.values()) > MAX_CHARACTERS:
-            longest = max(self._shares.values(), key=lambda each: each.num_characters)
-            self._forget(longest, next(iter(longest.stored)))
+            self._evict_from(max(self._shares.values(), key=lambda each: each.num_characters))
 
     def get(self, tenant: Tenant, response_id: str, param: str) -> StoredResponse:
         """A tenant's response; ApiError 404 if it has none of this id, or no longer."""
@@ -92,6 +89,9 @@ class ResponseStore:
         key = (tenant.salt, response_id)
         if key in self._owners:
             self._forget(self._shares[self._owners[key]], key)
+
+    def _evict_from(self, share: _Share) -> None:
+        self._forget(share, next(iter(share.stored)))
 
     def _forget(self, share: _Share, key: tuple[str, str]) -> None:
         share.num_characters -= share.stored.pop(key).num_characters
