@@ -320,6 +320,37 @@ def test_modules_of_gptq_differ(tmp_path: Path) -> None:
         assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("sample", "config"),
+    [
+        ("awq", {"packing_format": "auto_round:auto_awq", "sym": False}),
+        ("gptq", {"packing_format": "auto_round:gptq"}),
+        ("gptq", {"packing_format": None}),
+    ],
+)
+def test_auto_round_has_the_formats_of_others(
+    sample: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = changed(tmp_path, sample, config={"quant_method": "auto-round", **config})
+    found, expected = loaded(directory), loaded(SAMPLES / sample)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_modules_that_auto_round_leaves_alone(tmp_path: Path) -> None:
+    """A name is one module's; what cannot be a name is a regular expression."""
+    down, gate = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate"
+    config = {"extra_config": {down: {"bits": 16}, ".*k_proj.*": {"bits": 16}, gate: {"bits": 8}}}
+
+    def leave_alone(tensors: dict[str, Tensor]) -> None:
+        for module in (f"{down}.", K_PROJ):
+            whole = loaded(SAMPLES / "auto_round")[f"{module.removeprefix('model.')}weight"]
+            replace_module(tensors, {f"{module}weight": whole}, module)
+
+    found = loaded(changed(tmp_path, "auto_round", leave_alone, config))
+    expected = loaded(SAMPLES / "auto_round")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_words_of_few_outputs_and_inputs() -> None:
     """Zero points of up to eight outputs, and weights of as many inputs, are one row of words."""
     values = torch.arange(8, dtype=torch.uint8)
@@ -735,7 +766,7 @@ def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
     """Every format: parts that lack, are too short, of another type, or hold impossible values."""
     directory = changed(tmp_path, name)
     whole = load_file(directory / "model.safetensors")
-    is_integer = name.startswith(("awq", "gptq", "packed", "int8", "torchao_int"))
+    is_integer = name.startswith(("auto_round", "awq", "gptq", "packed", "int8", "torchao_int"))
     parts = {key: each for key, each in whole.items() if key.startswith(K_PROJ)}
     may_lack = {"g_idx", "weight_format"}  # the first without desc_act
     if name == "torchao_int8":
@@ -959,6 +990,13 @@ def test_files_must_be_as_config_json_says(
             {"quant_type": {"default": {"_type": "Int4"}}},
             "_type is 'Int4'; octavo reads",
         ),
+        ("auto_round", {"packing_format": "auto_round:mlx"}, "'auto_round:mlx'; octavo knows auto"),
+        ("auto_round", {"data_type": "mx_fp"}, "data_type is 'mx_fp'; octavo reads int"),
+        ("auto_round", {"bits": 3}, "bits is 3; octavo reads 2, 4, 8"),
+        ("auto_round", {"rotation_config": {"a": 1}}, "rotation_config is .* does not rotate"),
+        ("auto_round", {"extra_config": {"(_proj": {}}}, "'re:\\(_proj' is no regular expression"),
+        ("auto_round", {"extra_config": {"q": 3}}, r"extra_config: q is 3; it must be a JSON obj"),
+        ("auto_round", {"extra_config": {"q": {"bits": 3}}}, r"q: bits is 3; octavo reads 2, 4, 8"),
         ("fp8_transformers", {"fmt": "e5m2"}, "fmt is 'e5m2'; octavo knows e4m3"),
         ("fp8_channel", {"ignore": "lm_head"}, "ignore is 'lm_head'; it must be a list of strings"),
         ("fp8_channel", {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),

@@ -5,6 +5,7 @@ Which tensors a projection is stored in, and how they are read, is in dequantize
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -399,7 +400,8 @@ def _read_awq(fields: Fields) -> Quantization:
     version = fields.get(name, "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise fields.error(name, "octavo reads gemm")
-    demanded = ("qzeros",) if fields.flag("zero_point", True) else ()
+    has_zeros = fields.flag("zero_point", not fields.flag("sym", False))
+    demanded = ("qzeros",) if has_zeros else ()
     size = _group_size(fields)
     return Quantization("awq", num_bits=4, form="int", group_size=size, demanded=demanded)
 
@@ -422,12 +424,14 @@ def _read_gptq(fields: Fields) -> Quantization:
     return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR}), ()), usual)])
 
 
-def _read_gptq_fields(fields: Fields) -> Quantization:
+def _read_gptq_fields(fields: Fields, offset: int | None = None) -> Quantization:
+    """offset: of zero points, where something else than the version of the format says it."""
     bits = fields.count("bits")
     if bits not in PACKED_BITS:
         raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
-    versions = {"gptq": 1, "gptq_v2": 0}
-    offset = fields.choice(_format_field(fields, "checkpoint_format"), versions, "gptq")
+    if offset is None:
+        versions = {"gptq": 1, "gptq_v2": 0}
+        offset = fields.choice(_format_field(fields, "checkpoint_format"), versions, "gptq")
     order = ("g_idx",) if fields.flag("desc_act", False) else ()
     zeros = () if fields.flag("sym", True) else ("qzeros",)
     return Quantization(
@@ -438,6 +442,41 @@ def _read_gptq_fields(fields: Fields) -> Quantization:
         group_size=_group_size(fields),
         demanded=order + zeros,
     )
+
+
+# What AutoRound calls the formats of integers, whose zero points may be stored less 1.
+AUTO_ROUND: Mapping[str, Callable[[Fields], Quantization]] = {
+    "auto_round": functools.partial(_read_gptq_fields, offset=0),
+    "auto_round:gptqmodel": functools.partial(_read_gptq_fields, offset=0),
+    "auto_round:auto_gptq": functools.partial(_read_gptq_fields, offset=1),
+    "auto_round:gptq": functools.partial(_read_gptq_fields, offset=1),
+    "auto_round:auto_awq": _read_awq,
+    "auto_round:awq": _read_awq,
+}
+IN_PATTERNS = frozenset("*^$|()[]?+\\")  # characters of regular expressions that no name has
+
+
+def _read_auto_round(fields: Fields) -> Quantization:
+    """Integers in groups of inputs (arXiv:2309.05516).
+
+    `extra_config` has other values of some fields for modules by their full names, or by regular
+    expressions; modules with 16 bits or more are not quantized.
+    """
+    if fields.get("data_type", "int") != "int":
+        raise fields.error("data_type", "octavo reads int")
+    if fields.get("rotation_config", None):
+        raise fields.error("rotation_config", "octavo does not rotate the inputs of projections")
+    reader = fields.choice("packing_format", AUTO_ROUND, "auto_round:auto_gptq")
+    usual = reader(fields)
+    others = fields.part("extra_config", {})
+    groups = []
+    for name in others.values:
+        pattern = PATTERN + name if IN_PATTERNS.intersection(name) else name
+        targets = ModuleNames.read(fields, "extra_config", [pattern])
+        own = others.part(name)
+        merged = Fields(own.where, fields.values | own.values)
+        groups.append(Group(targets, usual if merged.count("bits") >= 16 else reader(merged)))
+    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR}), ()), usual)])
 
 
 def _read_bitsandbytes(fields: Fields) -> Quantization:
@@ -529,6 +568,7 @@ READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     COMPRESSED_TENSORS: _read_compressed_tensors,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
     "bitsandbytes": _read_bitsandbytes,
     "torchao": _read_torchao,
     "mxfp4": _read_mxfp4,

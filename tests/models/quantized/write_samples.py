@@ -152,7 +152,10 @@ def block_fp8(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def auto_round(directory: Path, export: str, bits: int, sym: bool) -> dict[str, Tensor]:
+def auto_round(
+    directory: Path, export: str, bits: int, sym: bool, **layers: dict[str, int]
+) -> dict[str, Tensor]:
+    """layers: what is different in some modules, by a part of their names."""
     from auto_round import AutoRound
 
     rounder = AutoRound(
@@ -164,6 +167,7 @@ def auto_round(directory: Path, export: str, bits: int, sym: bool) -> dict[str, 
         iters=0,
         disable_opt_rtn=True,
         device_map="cpu",
+        layer_config=layers,
     )
     with tempfile.TemporaryDirectory() as scratch:
         rounder.quantize()
@@ -234,6 +238,11 @@ SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "awq": lambda directory: auto_round(directory, "auto_awq", 4, sym=False),
     "gptq": lambda directory: auto_round(directory, "auto_gptq", 4, sym=True),
     "gptq_int8": lambda directory: auto_round(directory, "auto_gptq", 8, sym=True),
+    "auto_round": lambda directory: auto_round(directory, "auto_round", 4, sym=True),
+    "auto_round_mixed": lambda directory: auto_round(
+        *(directory, "auto_round:gptqmodel", 4, False),
+        **{"q_proj": {"bits": 8}, "gate_proj": {"bits": 8, "group_size": 64}},
+    ),
     "bitsandbytes_nf4": lambda directory: bitsandbytes(
         directory, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
