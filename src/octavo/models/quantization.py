@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -304,16 +304,9 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
         # beside that.
         if options.values and options.get("format", None) != "dense":
             raise fields.error(name, "octavo does not implement it")
-    names: dict[Quantization, list[str]] = {}
-    patterns: list[Group] = []
-    for target, (group, quantization) in sorted(by_target.items()):
-        if target.startswith(PATTERN):
-            targets = ModuleNames.read(group, "targets", [target])
-            patterns.append(Group(targets, quantization))
-        else:
-            names.setdefault(quantization, []).append(target)
-    by_name = [Group(ModuleNames(frozenset(each), ()), of) for of, each in names.items()]
-    found = [*by_name, *patterns]
+    found = _by_target(
+        "targets", [(of, target, each) for target, (of, each) in sorted(by_target.items())]
+    )
     # Without groups, there may be scales of the KV cache.
     return _of_groups(found) if found else Quantization(COMPRESSED_TENSORS, is_dense=True)
 
@@ -353,6 +346,32 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
         quantizes_inputs=group.get("input_activations", None) is not None,
         demanded=tuple(sorted(demanded)),
     )
+
+
+def _by_target(field: str, stored: Iterable[tuple[Fields, str, Quantization]]) -> list[Group]:
+    """Groups of modules that are stored in the same way.
+
+    Names have one group for each such way, because there may be one for each of thousands of
+    experts; patterns have one each, in their order.
+
+    Args:
+        field: what is wrong if a pattern is no regular expression.
+        stored: where that field is, a name or a pattern, and how its modules are stored.
+    """
+    names: dict[Quantization, list[str]] = {}
+    patterns: list[Group] = []
+    for fields, target, quantization in stored:
+        if target.startswith(PATTERN):
+            patterns.append(Group(ModuleNames.read(fields, field, [target]), quantization))
+        else:
+            names.setdefault(quantization, []).append(target)
+    by_name = [Group(ModuleNames(frozenset(each), ()), of) for of, each in names.items()]
+    return [*by_name, *patterns]
+
+
+def _rest(quantization: Quantization) -> Group:
+    """All modules that are in no other group."""
+    return Group(ModuleNames(frozenset({LINEAR}), ()), quantization)
 
 
 def _of_groups(groups: Sequence[Group]) -> Quantization:
@@ -414,14 +433,13 @@ def _read_gptq(fields: Fields) -> Quantization:
     """
     usual = _read_gptq_fields(fields)
     others = fields.part("dynamic", {})
-    groups = []
+    stored = []
     for name in others.values:
-        pattern = PATTERN + name.removeprefix("+:").removeprefix("-:")
-        targets = ModuleNames.read(fields, "dynamic", [pattern])
         own = others.part(name, {})
         merged = Fields(own.where, fields.values | own.values)
-        groups.append(Group(targets, usual if name[:2] == "-:" else _read_gptq_fields(merged)))
-    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR}), ()), usual)])
+        pattern = PATTERN + name.removeprefix("+:").removeprefix("-:")
+        stored.append((fields, pattern, usual if name[:2] == "-:" else _read_gptq_fields(merged)))
+    return _of_groups([*_by_target("dynamic", stored), _rest(usual)])
 
 
 def _read_gptq_fields(fields: Fields, offset: int | None = None) -> Quantization:
@@ -469,14 +487,13 @@ def _read_auto_round(fields: Fields) -> Quantization:
     reader = fields.choice("packing_format", AUTO_ROUND, "auto_round:auto_gptq")
     usual = reader(fields)
     others = fields.part("extra_config", {})
-    groups = []
+    stored = []
     for name in others.values:
-        pattern = PATTERN + name if IN_PATTERNS.intersection(name) else name
-        targets = ModuleNames.read(fields, "extra_config", [pattern])
         own = others.part(name)
         merged = Fields(own.where, fields.values | own.values)
-        groups.append(Group(targets, usual if merged.count("bits") >= 16 else reader(merged)))
-    return _of_groups([*groups, Group(ModuleNames(frozenset({LINEAR}), ()), usual)])
+        target = PATTERN + name if IN_PATTERNS.intersection(name) else name
+        stored.append((fields, target, usual if merged.count("bits") >= 16 else reader(merged)))
+    return _of_groups([*_by_target("extra_config", stored), _rest(usual)])
 
 
 def _read_bitsandbytes(fields: Fields) -> Quantization:
