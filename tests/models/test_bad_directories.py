@@ -42,7 +42,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "longrope": {"factor": 4.0, "short_factor": [1.5] * 6, "long_factor": [2.0] * 6},
 }
 # Each has other fields than most families have; the rest are nightly.
-TELLING_FAMILIES = ("cohere", "falcon", "gemma3_text", "gpt2", "gpt_oss", "llama", "qwen3_moe")
+TELLING_FAMILIES = ("falcon", "gemma3_text", "gpt2", "gpt_oss")
 SHARED_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
 
 

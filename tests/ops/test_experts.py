@@ -672,6 +672,7 @@ FORMS = {
 # Those that take the interpreter longest, and are most like others. It computes near scales of
 # mx_float4 by the same kernel as others: experts_mx_hopper.py is for GPUs.
 LONG_CASES = {("mx_float4-near", 1), ("mx_float4-near", 20)}
+LONG_CASES |= {("float8-wide", 1), ("float8-wider", 1)}
 LONG_CASES |= {("int4-32-zeros", 1), ("int4-64", 1), ("int4-rows", 1)}
 
 

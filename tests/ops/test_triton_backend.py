@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton import knobs
 
+from daily_cases import checkered
 from octavo.ops import (
     AttentionBatch,
     HostStaging,
@@ -144,8 +145,7 @@ CLUSTER_CASES = [
 
 
 @pytest.mark.skipif(GPU, reason="other tests run the kernel on the GPU")
-@pytest.mark.parametrize("features", [(), ("sinks",)])
-@pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: describe(case))
+@pytest.mark.parametrize(("case", "features"), checkered(CLUSTER_CASES, [((),), (("sinks",),)]))
 def test_clusters(case: Case, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """attention_decode_cluster.py's kernel, carried out by the emulator."""
     launches: list[object] = []

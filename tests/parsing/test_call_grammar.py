@@ -135,7 +135,7 @@ def test_demanded_calls_are_calls_and_nothing_else(world: World, name: str) -> N
     format_ = find_format(None, calls=name, reasoning="none")
     tokens = world.tokenizer.added_tokens
     counts = []
-    for seed in range(24):
+    for seed in range(12):
         is_parallel = seed % 2 == 0
         parts = answer_grammars(format_, tokens, "none", CALLS, True, is_parallel)
         text = world.say(seed, parts)
@@ -152,7 +152,7 @@ def test_a_call_that_is_begun_in_a_text_is_whole(world: World, name: str) -> Non
     format_ = find_format(None, calls=name, reasoning="none")
     tokens = world.tokenizer.added_tokens
     counts = []
-    for seed in range(25):
+    for seed in range(15):
         parts = answer_grammars(format_, tokens, "none", CALLS, is_parallel=seed % 2 == 0)
         text = world.say(seed, parts)
         counts.append(check_calls(read(format_, "", text)))
@@ -185,7 +185,7 @@ def test_reasoning_comes_before_calls_and_forms(
         prompt = prompt.replace("<a>", "<|start|>assistant")
     assert format_.thinks(prompt) == thinking
     num_thoughts = num_ended = 0
-    for seed in range(16):
+    for seed in range(12):
         form = ("json_schema", json.dumps(SCHEMA)) if seed % 2 else None
         calls = [] if form else CALLS
         parts = answer_grammars(format_, tokens, thinking, calls, not form, True, form)
@@ -260,7 +260,7 @@ def test_a_call_has_an_id_where_its_format_has_one(world: World, name: str, patt
     format_ = find_format(None, calls=name)
     parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", CALLS, is_required=True)
     ids = set()
-    for seed in range(8):
+    for seed in range(12):
         text = world.say(seed, parts)
         found = re.findall(pattern, text)
         assert len(found) == check_calls(read(format_, "", text))
