@@ -29,6 +29,7 @@ if not on_gpu:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -39,6 +40,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     prepare_the_interpreter()
+
+
+# A busy machine may be slow at any of the examples.
+hypothesis.settings.register_profile(
+    "busy",
+    hypothesis.settings.default,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)

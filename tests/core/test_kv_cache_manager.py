@@ -490,7 +490,7 @@ class EncoderMachine(ManagerMachine):
 
 
 ManagerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=60, stateful_step_count=40, derandomize=True
 )
 TestManager = pytest.mark.filterwarnings("ignore")(ManagerMachine.TestCase)
 EncoderMachine.TestCase.settings = ManagerMachine.TestCase.settings

@@ -46,7 +46,7 @@ class Counting(SchedulingPolicy):
 # -------------------------------------------------------------------- the queue
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_ready_queue_is_in_the_order_of_its_keys(seed: int) -> None:
     """Whatever is added, removed, passed or served, between two iterations or within one."""

@@ -70,7 +70,7 @@ def longest_beginning(prompt: list[int], cached: list[list[int]]) -> int:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(cached=st.lists(TOKENS, max_size=20), prompt=TOKENS)
 def test_the_longest_beginning_is_found(cached: list[list[int]], prompt: list[int]) -> None:
     kv = make_manager(num_blocks=100)

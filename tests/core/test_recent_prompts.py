@@ -45,7 +45,7 @@ def chained(seq: Sequence) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("digest", [sha256_128, one_byte])
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(seed=st.integers(0, 1 << 30))
 def test_nodes_are_those_of_the_tokens(digest: Digest, seed: int) -> None:
     """Prompts made of few different runs of blocks, looked up in parts, computed, grown, freed."""

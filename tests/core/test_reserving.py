@@ -33,7 +33,7 @@ def test_a_pool_is_cut_as_the_paper_cut_it() -> None:
     assert sorted(pool.free_ids()) == list(range(1, 984))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     num_blocks=st.integers(1, 300),
     max_extent=st.integers(1, 128),

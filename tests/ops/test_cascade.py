@@ -66,7 +66,7 @@ def sequences(contexts: np.ndarray) -> Sequences:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parents=st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 25), st.integers(1, 300)),

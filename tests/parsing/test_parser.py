@@ -285,7 +285,7 @@ def test_every_format_has_examples() -> None:
 
 @pytest.mark.parametrize(("name", "text", "events"), CASES)
 @given(places=st.lists(st.integers(0, 400), max_size=30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_cut_of_an_answer_gives_the_same_events(
     name: str, text: str, events: list[Event], places: list[int]
 ) -> None:
@@ -299,7 +299,7 @@ def test_any_cut_of_an_answer_gives_the_same_events(
     [("llama3-json", '{"name": "f", "parameters": {"x": 1}}'), ("pythonic", "[f(x=1)]")],
 )
 @given(places=st.lists(st.integers(0, 400), max_size=30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_calls_without_a_delimiter_may_follow_the_reasoning(
     name: str, text: str, places: list[int]
 ) -> None:
@@ -316,7 +316,7 @@ def test_calls_without_a_delimiter_may_follow_the_reasoning(
 
 
 @given(places=st.lists(st.integers(0, 400), max_size=30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_cohere_thinks_is_neither_a_call_nor_the_text(places: list[int]) -> None:
     format_ = find_format("<|START_ACTION|> <|END_THINKING|>")
     thought = "<|START_THINKING|>Hm.<|END_THINKING|>"
@@ -349,7 +349,7 @@ FRAGMENTS = st.sampled_from(
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 @given(parts=st.lists(FRAGMENTS, max_size=14), places=st.lists(st.integers(0, 300), max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_text_is_read_alike_however_it_is_cut(
     name: str, parts: list[str], places: list[int]
 ) -> None:
@@ -507,7 +507,7 @@ def message_of(events: list[Event]) -> dict[str, Any]:
     [("hermes", HERMES), ("gemma", GEMMA), ("tags", TAGS), ("list", LIST)],
 )
 @given(data=st.data(), places=st.lists(st.integers(0, 400), max_size=10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_models_own_template_means_what_it_means_to_transformers(
     kind: str, template: dict[str, Any], data: st.DataObject, places: list[int]
 ) -> None:
