@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from server.live_server import TIMEOUT
 
 NAMES = ("chromium", "google-chrome")
 
@@ -18,9 +20,13 @@ def chromium() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed (see `make browser`)")
+    milliseconds = 1000 * TIMEOUT  # by default, 5 s are enough for what is expected of a page
+    expect.set_options(timeout=milliseconds)
     with sync_playwright() as playwright:
         # Without a sandbox, because root has none; what is loaded comes from our own server.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=milliseconds
+        )
         yield browser
         browser.close()
 
@@ -33,6 +39,7 @@ def opened(
     `expected`, fails the test; and so does a request to another place than its server."""
     server = "/".join(url.split("/")[:3]) + "/"
     context = browser.new_context(**{"viewport": {"width": 1360, "height": 1000}} | options)
+    context.set_default_timeout(1000 * TIMEOUT)
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from server.browser import chromium, opened
-from server.live_server import LiveServer, live_server
+from server.live_server import OPEN, TIMEOUT, LiveServer, live_server
 
 PHONE = {"viewport": {"width": 390, "height": 844}}
 REQUEST = {"X-Request-Id": "a-long-one"}
@@ -37,12 +37,12 @@ class LongRequest:
 
     def __enter__(self) -> LongRequest:
         self._thread.start()
-        assert self._begun.wait(60)
+        assert self._begun.wait(TIMEOUT)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(60)
+        self._thread.join(TIMEOUT)
 
     def _listen(self) -> None:
         body = {
@@ -54,7 +54,7 @@ class LongRequest:
         }
         url = f"{self._server.url}/v1/completions"
         while not self._over.is_set():
-            with httpx.stream("POST", url, json=body, headers=REQUEST, timeout=120) as reply:
+            with httpx.stream("POST", url, json=body, headers=REQUEST, **OPEN) as reply:
                 for _ in reply.iter_lines():
                     self._begun.set()
                     if self._over.is_set():
@@ -173,7 +173,7 @@ def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Brow
         page.fill("#n", "4")
         page.fill("#max-tokens", "300")  # long enough for some frames
         page.click("#run")
-        expect(answers).to_have_count(4, timeout=60_000)
+        expect(answers).to_have_count(4)
         expect(page.locator("#tree rect.tree-block").first).to_be_visible()
         title = page.locator("#tree-title").inner_text()
         held, unshared = map(int, re.findall(r"(\d+) blocks.* hold (\d+)", title)[0])
@@ -182,7 +182,7 @@ def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Brow
         page.select_option("#method", "sample")
         page.fill("#n", "1")
         page.click("#run")
-        expect(answers).to_have_count(1, timeout=60_000)
+        expect(answers).to_have_count(1)
         expect(answers.first).to_contain_text(re.compile(r"\w"))
 
 
@@ -196,6 +196,7 @@ def test_the_first_click_shows_sharing(server: LiveServer, browser: Browser) -> 
         page.click("#run")
         expect(page.locator("#play-empty")).to_be_hidden()
         expect(page.locator("#stop")).to_be_disabled(timeout=60_000)
+        expect(page.locator("#tree-title")).to_contain_text("4 samples hold")
         title = page.locator("#tree-title").inner_text()
         held, unshared = map(int, re.findall(r"4 samples hold (\d+) blocks.* hold (\d+)", title)[0])
         assert unshared - held >= 12  # four blocks of the prompt, three times saved
@@ -218,7 +219,7 @@ def test_playground_shows_a_call_and_goes_on_with_its_result(
         expect(page.locator("#tools")).to_be_visible()
         page.click("#run")
         call = page.locator(".answer .call")
-        expect(call).to_have_text('get_weather({"city": "Paris"})', timeout=60_000)
+        expect(call).to_have_text('get_weather({"city": "Paris"})')
         page.get_by_label("Result of get_weather").fill("rainy")
         page.get_by_role("button", name="Give result").click()
         expect(page.locator(".answer")).to_have_count(2)
