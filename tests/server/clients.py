@@ -87,6 +87,14 @@ async def kill(client: EngineClient, times: int, num_steps: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def keep_busy(client: EngineClient, killing: asyncio.Task[None]) -> None:
+    """Requests until a `kill` is done, which waits for steps. Those of the test may have ended
+    before, where this process was held up and the engine was not."""
+    while not killing.done():
+        await complete(client, [9, 8, 7], 40)
+    await killing
+
+
 async def assert_nothing_is_held(client: EngineClient) -> None:
     """Once all replicas serve: one that restarts has no engine to ask."""
     for replica in client.replicas:

@@ -44,6 +44,7 @@ from octavo.server.engine_process.supervision import Supervision
 from processes import assert_gone
 from server.clients import (
     BLOCK_SIZE,
+    SECONDS,
     assert_nothing_is_held,
     complete,
     run,
@@ -102,10 +103,11 @@ def test_bad_requests_are_refused_before_there_is_a_stream() -> None:
                 await client.unpin_prefix("x")
             with pytest.raises(InvalidRequest, match="shorter than one block"):
                 await client.pin_prefix([1] * 15)
-            first = await client.generate([1], sampling(50), request_id="a")
+            first = asyncio.create_task(client.generate([1], sampling(50), request_id="a"))
+            await asyncio.sleep(0)  # it has been sent, and nothing has come back
             with pytest.raises(InvalidRequest, match="'a' is in use"):
                 await client.generate([1], sampling(1), request_id="a")
-            assert len((await first.result()).outputs[0].token_ids) == 50
+            assert len((await (await first).result()).outputs[0].token_ids) == 50
             await complete(client, [1, 2], 3)
 
     run(test())
@@ -115,15 +117,17 @@ def test_the_queue_is_bounded() -> None:
     async def test() -> None:
         patience = Supervision(max_waiting=3)
         async with symbolic_client("step=0.002", max_num_seqs=2, supervision=patience) as client:
-            good = [asyncio.create_task(complete(client, [i], 500)) for i in range(2)]
+            long = [await client.generate([i], sampling(1500)) for i in range(2)]
             while client.gauges.num_running < 2:
                 await asyncio.sleep(0.001)
-            good += [asyncio.create_task(complete(client, [i], 5)) for i in range(2, 5)]
+            good = [asyncio.create_task(complete(client, [i], 5)) for i in range(2, 5)]
             while client.gauges.num_waiting < 3:
                 await asyncio.sleep(0.001)
             with pytest.raises(Overloaded, match="max_waiting is 3") as refusal:
                 await client.generate([1], sampling(1))
             assert 1 <= refusal.value.retry_after <= 60
+            for stream in long:
+                stream.abort()
             await asyncio.gather(*good)
             await complete(client, [1], 1)
 
@@ -133,13 +137,13 @@ def test_the_queue_is_bounded() -> None:
 def test_an_abort_gives_the_blocks_back() -> None:
     async def test() -> None:
         async with symbolic_client("step=0.002", max_num_seqs=3) as client:
-            running = await client.generate([1] * 100, sampling(900, n=2))
+            running = await client.generate([1] * 100, sampling(1400, n=2))
             waiting = await client.generate([2] * 100, sampling(900, n=2))
             await anext(aiter(running))
             running.abort()
             output = await running.result()
             assert {sample.finish_reason for sample in output.outputs} == {"abort"}
-            assert all(0 < len(sample.token_ids) < 900 for sample in output.outputs)
+            assert all(0 < len(sample.token_ids) < 1400 for sample in output.outputs)
             async with waiting:
                 await anext(aiter(waiting))
             with pytest.raises(asyncio.TimeoutError):
@@ -204,7 +208,7 @@ def test_a_name_can_be_used_again_at_once() -> None:
         async with symbolic_client("step=0.001") as client:
             for seed in range(20):
                 prompt = [seed % 7] * 3
-                stream = await client.generate(prompt, sampling(200, seed), request_id="same")
+                stream = await client.generate(prompt, sampling(2000, seed), request_id="same")
                 for _ in range(seed % 4):
                     await anext(aiter(stream))
                 stream.abort()
@@ -302,7 +306,7 @@ def test_those_who_look_at_once_share_pictures(monkeypatch: pytest.MonkeyPatch) 
             while not looks:
                 await asyncio.sleep(0)
             # One that was asked for before may not show what has happened since.
-            stream = await client.generate([1, 2, 3], sampling(400))
+            stream = await client.generate([1, 2, 3], sampling(2000))
             late = [asyncio.create_task(client.snapshot()) for _ in range(50)]
             await asyncio.sleep(0)
             leaving.cancel()
@@ -325,12 +329,16 @@ def test_drain_finishes_what_is_open() -> None:
     async def test() -> None:
         async with symbolic_client("step=0.002") as client:
             short = asyncio.create_task(complete(client, [1], 30))
-            stream = await client.generate([2], sampling(1500))
-            assert await client.drain(1.5) == 1
-            await short
+            stream = await client.generate([2], sampling(2000))
+            draining = asyncio.create_task(client.drain(SECONDS))
+            await asyncio.sleep(0)
             with pytest.raises(Unavailable, match="shutting down"):
                 await client.generate([1], sampling(1))
             assert not client.health.healthy
+            await short
+            assert not draining.done()
+            draining.cancel()
+            assert await client.drain(0.01) == 1
             pid = client.info.pid
         assert (await stream.result()).outputs[0].finish_reason == "abort"
         with pytest.raises(ProcessLookupError):
@@ -343,11 +351,16 @@ def test_an_idle_engine_sleeps() -> None:
     async def test() -> None:
         async with symbolic_client() as client:
             await complete(client, [1], 5)
-            before = _cpu_ticks(client.info.pid), time.process_time()
-            await asyncio.sleep(1.0)
-            after = _cpu_ticks(client.info.pid), time.process_time()
-            assert after[0] - before[0] <= 1
-            assert after[1] - before[1] < 0.05
+            seconds = []
+            for _ in range(10):
+                before = _cpu_ticks(client.info.pid), time.process_time()
+                await asyncio.sleep(1.0)
+                after = _cpu_ticks(client.info.pid), time.process_time()
+                seconds.append((after[0] - before[0], after[1] - before[1]))
+                if seconds[-1][0] <= 1 and seconds[-1][1] < 0.05:
+                    return
+            # Something else, such as a collection of garbage, may fall into some of them.
+            pytest.fail(f"CPU time in each second: {seconds}")
 
     run(test())
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,22 @@ async def load_of_requests(client: EngineClient, count: int = 30, num_tokens: in
     )
 
 
+@contextlib.asynccontextmanager
+async def ceaseless_load(client: EngineClient) -> AsyncIterator[None]:
+    """The same again and again, so that replicas are busy however long this process is held up.
+    What is under way at the end is waited for."""
+    is_over = asyncio.Event()
+
+    async def load() -> None:
+        while not is_over.is_set():
+            await load_of_requests(client)
+
+    loading = asyncio.create_task(load())
+    yield
+    is_over.set()
+    await loading
+
+
 def is_busy(replica: Replica) -> bool:
     """Whether it runs a request that is open now; its gauges are those of its last step."""
     assigned = [entry.assignment for entry in replica.exchange.open.values()]
@@ -70,30 +88,22 @@ def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) ->
     async def test() -> None:
         replication = Replication(num_replicas)
         async with symbolic_client("step=0.003", replication=replication) as client:
-            is_over = asyncio.Event()
-
-            async def ceaseless_load() -> None:
-                while not is_over.is_set():
-                    await load_of_requests(client)
-
-            load = asyncio.create_task(ceaseless_load())
-            for number, replica in enumerate(client.replicas):
-                await until_busy(replica)
-                others = [each.exchange for each in client.replicas if each is not replica]
-                taken = set(replica.exchange.open)
-                kill(replica)
-                while replica.is_serving:
-                    await asyncio.sleep(0)
-                # Before it is started again, the others have what it had and has not ended.
-                assert taken
-                elsewhere = set().union(*(each.open for each in others))
-                assert taken & client.open_requests.keys() <= elsewhere
-                assert client.health.healthy
-                while not replica.is_serving:
-                    await asyncio.sleep(0.005)
-                assert replica.num_restarts == 1, number
-            is_over.set()
-            await load
+            async with ceaseless_load(client):
+                for number, replica in enumerate(client.replicas):
+                    await until_busy(replica)
+                    others = [each.exchange for each in client.replicas if each is not replica]
+                    taken = set(replica.exchange.open)
+                    kill(replica)
+                    while replica.is_serving:
+                        await asyncio.sleep(0)
+                    # Before it is started again, the others have what it had and has not ended.
+                    assert taken
+                    elsewhere = set().union(*(each.open for each in others))
+                    assert taken & client.open_requests.keys() <= elsewhere
+                    assert client.health.healthy
+                    while not replica.is_serving:
+                        await asyncio.sleep(0.005)
+                    assert replica.num_restarts == 1, number
             assert client.open_requests == {}
             await assert_nothing_is_held(client)
 
@@ -103,12 +113,11 @@ def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) ->
 def test_killed_all_at_once_they_all_come_back() -> None:
     async def test() -> None:
         async with symbolic_client("step=0.003", replication=THREE) as client:
-            load = asyncio.create_task(load_of_requests(client))
-            for replica in client.replicas:
-                await until_busy(replica)
-            for replica in client.replicas:
-                kill(replica)
-            await load
+            async with ceaseless_load(client):
+                for replica in client.replicas:
+                    await until_busy(replica)
+                for replica in client.replicas:
+                    kill(replica)
             await assert_nothing_is_held(client)
 
     run(test())

@@ -33,7 +33,7 @@ def test_aborted_requests_end_and_their_clients_are_told() -> None:
             app = create_app(client, ServerSettings(("demo",)))
 
             def begin(request_id: str, **fields: Any) -> asyncio.Task[tuple[int, Any]]:
-                body = {"max_tokens": 300, "ignore_eos": True, "request_id": request_id} | fields
+                body = {"max_tokens": 1500, "ignore_eos": True, "request_id": request_id} | fields
                 return asyncio.create_task(ask(app, "/v1/completions", **body))
 
             tasks = [
@@ -41,7 +41,7 @@ def test_aborted_requests_end_and_their_clients_are_told() -> None:
                 begin("two", prompt=[PROMPT, PROMPT]),
                 begin("two", prompt=PROMPT),
                 begin("two~", prompt=PROMPT),  # no id that a client may have
-                begin("three", prompt=PROMPT, max_tokens=30),
+                begin("three", prompt=PROMPT, max_tokens=300),
             ]
             requests = client.open_requests
             while len(requests) < 5 or not all(

@@ -28,6 +28,7 @@ from server.clients import (
     SECONDS,
     assert_nothing_is_held,
     complete,
+    keep_busy,
     kill,
     run,
     sampling,
@@ -54,7 +55,9 @@ async def load_of_requests(client: EngineClient) -> None:
 def test_killed_again_and_again_under_load() -> None:
     async def test() -> None:
         async with symbolic_client("step=0.002", max_num_seqs=12) as client:
-            await asyncio.gather(load_of_requests(client), kill(client, times=4, num_steps=15))
+            killing = asyncio.create_task(kill(client, times=4, num_steps=15))
+            await load_of_requests(client)
+            await keep_busy(client, killing)
             assert client.info.num_restarts == 4
             assert client.health.healthy
             await assert_nothing_is_held(client)
@@ -70,7 +73,7 @@ def test_a_beam_search_starts_again() -> None:
             stream = await client.generate(prompt, params)
             killing = asyncio.create_task(kill(client, times=1, num_steps=4))
             output = await stream.result()
-            await killing
+            await keep_busy(client, killing)
             beams = expected_beams(Ask("r", tuple(prompt), "beam", 3, 150, 0))
             assert [prompt + beam.token_ids for beam in output.outputs] == [
                 prompt + beam for beam in beams
@@ -234,16 +237,18 @@ def test_pinned_prefixes_are_pinned_again() -> None:
 
 def test_a_prefix_that_is_given_up_leaves_nothing_to_wait_for() -> None:
     async def test() -> None:
-        patience = Supervision(stall_seconds=0.1, hang_seconds=1.5)
         limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
-        async with symbolic_client("step=0.1", supervision=patience, **limits) as client:
+        async with symbolic_client("step=0.1", **limits) as client:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await client.pin_prefix([5] * 64, "late")
             assert client.list_prefixes() == []
-            await asyncio.sleep(2.5)  # an idle engine that is waited for is taken for a stuck one
-            assert (client.health.healthy, client.info.num_restarts) == (True, 0)
+            [replica] = client.replicas
+            # An idle engine that is waited for is taken for a stuck one after `hang_seconds`.
+            while replica.exchange.has_work:
+                await asyncio.sleep(0.01)
             await assert_nothing_is_held(client)
+            assert client.info.num_restarts == 0
 
     run(test())
 
@@ -258,7 +263,7 @@ def test_closing_answers_those_whom_no_engine_has_accepted() -> None:
             await asyncio.sleep(0)
             assert len(client.open_requests) == 1
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(waiting, 1)
+            await asyncio.wait_for(waiting, SECONDS)
 
     run(test())
 
