@@ -22,7 +22,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.llm import LLM
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from processes import engines
-from server.live_server import TIMEOUT, LiveServer
+from server.live_server import OPEN, TIMEOUT, LiveServer
 
 STORY = "Once upon a time there was a"
 
@@ -458,9 +458,9 @@ def test_pinned_prefixes(server: LiveServer) -> None:
     for useless in ("short", [9] * 2048):
         error = error_of(server.post("/v1/prefixes", {"prefix": useless}), 400)
         assert error["param"] == "prefix"
-    deleted = httpx.delete(f"{server.url}/v1/prefixes/german", timeout=TIMEOUT)
+    deleted = httpx.delete(f"{server.url}/v1/prefixes/german", **OPEN)
     assert deleted.json() == {"name": "german", "object": "prefix", "deleted": True}
-    error_of(httpx.delete(f"{server.url}/v1/prefixes/german", timeout=TIMEOUT), 404)
+    error_of(httpx.delete(f"{server.url}/v1/prefixes/german", **OPEN), 404)
     assert server.get("/v1/prefixes").json()["data"] == []
 
 
@@ -528,12 +528,13 @@ def test_other_errors_have_the_same_shape(server: LiveServer, client: openai.Ope
     assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
     error_of(server.get("/v1/nothing"), 404)
     error_of(server.get("/v1/completions"), 405)
-    refused = httpx.patch(f"{server.url}/v1/responses/resp_1")
+    refused = httpx.patch(f"{server.url}/v1/responses/resp_1", **OPEN)
     error_of(refused, 405)
     assert refused.headers["Allow"] == "DELETE, GET, HEAD"
     error_of(server.post("/v1/models", {}), 405)
     url = f"{server.url}/v1/completions"
-    as_text = httpx.post(url, content='{"prompt": "a"}', headers={"content-type": "text/plain"})
+    headers = {"content-type": "text/plain"}
+    as_text = httpx.post(url, content='{"prompt": "a"}', headers=headers, **OPEN)
     assert error_of(as_text, 400)["param"] == "Content-Type"
     error_of(server.post("/v1/completions", {"prompt": "a" * (5 << 20)}), 413)
 
@@ -543,7 +544,7 @@ def test_other_errors_have_the_same_shape(server: LiveServer, client: openai.Ope
             yield b"a" * (1 << 20)
 
     headers = {"content-type": "application/json"}
-    error_of(httpx.post(url, content=pieces(), headers=headers, timeout=TIMEOUT), 413)
+    error_of(httpx.post(url, content=pieces(), headers=headers, **OPEN), 413)
     error = error_of(
         server.post(
             "/v1/chat/completions",
@@ -639,20 +640,20 @@ def test_models_health_version_and_description(server: LiveServer, client: opena
     ],
 )
 def test_head_asks_what_get_does(server: LiveServer, path: str) -> None:
-    reply = httpx.head(f"{server.url}{path}", timeout=TIMEOUT)
+    reply = httpx.head(f"{server.url}{path}", **OPEN)
     assert (reply.status_code, reply.content) == (200, b"")
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 405)])
 def test_head_asks_for_nothing_else(server: LiveServer, path: str, status: int) -> None:
-    assert httpx.head(f"{server.url}{path}", timeout=TIMEOUT).status_code == status
+    assert httpx.head(f"{server.url}{path}", **OPEN).status_code == status
 
 
 def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 3}
     whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
     url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=TIMEOUT) as reply:
+    with httpx.stream("POST", url, json=body | {"stream": True}, **OPEN) as reply:
         lines = reply.iter_lines()
         text = next(lines)
         [engine] = engines(server.process.pid)
@@ -674,7 +675,7 @@ def test_the_api_process_has_no_torch(server: LiveServer) -> None:
 
 def test_a_client_that_goes_away_leaves_nothing_running(server: LiveServer) -> None:
     body = {"prompt": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIMEOUT) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, **OPEN) as reply:
         next(reply.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=body | {"stream": False}, timeout=0.2)

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.run import bind, is_loopback, listen
-from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
+from server.live_server import OPEN, OPTIONS, TIMEOUT, LiveServer, live_server
 
 KEY, OTHER = "key-of-nobody-special", "key-of-the-acme-company"
 SECRET = "the password of the old wizard is swordfish and nobody may read it in a log"
@@ -67,7 +67,7 @@ def test_health_and_version_are_open(guarded: LiveServer) -> None:
 def test_a_browser_is_asked_for_the_key(guarded: LiveServer) -> None:
     asked = guarded.get("/", Accept="text/html")
     assert asked.headers["www-authenticate"].startswith("Basic")
-    page = httpx.get(guarded.url, auth=("anybody", KEY), timeout=TIMEOUT)
+    page = httpx.get(guarded.url, auth=("anybody", KEY), **OPEN)
     assert page.status_code == 200
 
 
@@ -128,9 +128,9 @@ def test_tenants_see_their_own_prefixes_alone(guarded: LiveServer) -> None:
     theirs = guarded.get("/v1/prefixes", **headers).json()["data"]
     assert ([p["name"] for p in mine], [p["name"] for p in theirs]) == ([], ["ours"])
     url = f"{guarded.url}/v1/prefixes/ours"
-    foreign = httpx.delete(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT)
+    foreign = httpx.delete(url, headers={"Authorization": f"Bearer {KEY}"}, **OPEN)
     assert foreign.status_code == 404
-    assert httpx.delete(url, headers=headers, timeout=TIMEOUT).status_code == 200
+    assert httpx.delete(url, headers=headers, **OPEN).status_code == 200
 
 
 def test_origins(guarded: LiveServer, server: LiveServer) -> None:
@@ -140,10 +140,11 @@ def test_origins(guarded: LiveServer, server: LiveServer) -> None:
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
     }
     url = f"{guarded.url}/v1/completions"
-    allowed = httpx.options(url, headers=preflight, timeout=TIMEOUT)
+    allowed = httpx.options(url, headers=preflight, **OPEN)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
-    other = httpx.options(url, headers=preflight | {"Origin": "https://evil.example"})
+    preflight |= {"Origin": "https://evil.example"}
+    other = httpx.options(url, headers=preflight, **OPEN)
     assert "access-control-allow-origin" not in other.headers
     plain = server.get("/v1/models", Origin=ORIGIN)
     assert "access-control-allow-origin" not in plain.headers
@@ -169,13 +170,13 @@ def test_origins_and_names_that_no_request_can_have_are_refused() -> None:
 def test_names_of_the_server(guarded: LiveServer, server: LiveServer) -> None:
     """Without a key, a page whose name leads to this machine is turned away."""
     for host, status in (("evil.example", 403), ("evil.example:8000", 403), ("LocalHost:1", 200)):
-        answer = httpx.get(f"{server.url}/v1/models", headers={"host": host}, timeout=TIMEOUT)
+        answer = httpx.get(f"{server.url}/v1/models", headers={"host": host}, **OPEN)
         assert answer.status_code == status, host
-    answer = httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}, timeout=TIMEOUT)
+    answer = httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}, **OPEN)
     assert answer.json()["error"]["code"] == "unknown_host"
-    answer = httpx.get(f"{guarded.url}/health", headers={"host": "any.example"}, timeout=TIMEOUT)
+    answer = httpx.get(f"{guarded.url}/health", headers={"host": "any.example"}, **OPEN)
     assert answer.status_code == 200
-    assert httpx.head(f"{guarded.url}/health", timeout=TIMEOUT).status_code == 200
+    assert httpx.head(f"{guarded.url}/health", **OPEN).status_code == 200
 
 
 def test_switches(guarded: LiveServer) -> None:
@@ -271,8 +272,8 @@ def test_signals() -> None:
         url = f"{server.url}/v1/completions"
         body = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True}
         with (
-            httpx.stream("POST", url, json=body | {"max_tokens": 60}, timeout=TIMEOUT) as short,
-            httpx.stream("POST", url, json=body | {"max_tokens": 2000}, timeout=TIMEOUT) as long,
+            httpx.stream("POST", url, json=body | {"max_tokens": 60}, **OPEN) as short,
+            httpx.stream("POST", url, json=body | {"max_tokens": 2000}, **OPEN) as long,
         ):
             lines = long.iter_lines()
             next(lines)

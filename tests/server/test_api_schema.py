@@ -16,7 +16,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from octavo.server.http.schema import EXAMPLE_ORIGIN
-from server.live_server import LiveServer
+from server.live_server import OPEN, TIMEOUT, LiveServer
 
 CHECKS = [
     not_a_server_error,
@@ -69,9 +69,9 @@ def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
             asked = asked or ("GET" if body is None else "POST")
             assert (program, asked) == ("curl", method.upper())
             assert url is not None
-            reply = httpx.request(asked, url, headers=headers, content=body, timeout=60)
+            reply = httpx.request(asked, url, headers=headers, content=body, **OPEN)
             assert reply.is_success, (method, path, reply.text)
-            while path == "/admin/drain" and httpx.get(url).json()["is_draining"]:
+            while path == "/admin/drain" and server.get(path).json()["is_draining"]:
                 time.sleep(0.05)
 
 
@@ -105,7 +105,6 @@ def test_no_request_breaks_the_server(server: LiveServer, num_examples: int) -> 
 
             @hypothesis.settings(
                 max_examples=num_examples,
-                deadline=None,
                 derandomize=True,
                 database=None,
                 suppress_health_check=list(hypothesis.HealthCheck),
@@ -113,10 +112,11 @@ def test_no_request_breaks_the_server(server: LiveServer, num_examples: int) -> 
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             def try_out(case: Any) -> None:
                 keep_short(case.body)
-                case.call_and_validate(checks=CHECKS, timeout=60)
+                case.call_and_validate(checks=CHECKS, timeout=TIMEOUT)
 
             try_out()
     assert "POST /v1/completions" in names
     for prefix in server.get("/v1/prefixes").json()["data"]:
-        httpx.delete(f"{server.url}/v1/prefixes/{prefix['name']}").raise_for_status()
+        url = f"{server.url}/v1/prefixes/{prefix['name']}"
+        httpx.delete(url, **OPEN).raise_for_status()
     assert server.complete("Once upon a time", max_tokens=2)["choices"][0]["text"]

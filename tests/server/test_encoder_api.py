@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from server.live_server import LiveServer, live_server
+from server.live_server import OPEN, LiveServer, live_server
 
 INPUT = [5, 6, 7, 8, 9, 1] * 4
 
@@ -143,7 +143,7 @@ def test_there_are_no_conversations_and_no_prefixes_to_pin(t5: LiveServer) -> No
 
 
 def test_the_dashboard_names_both_block_tables(t5: LiveServer) -> None:
-    with httpx.stream("GET", f"{t5.url}/dashboard/feed", timeout=30) as response:
+    with httpx.stream("GET", f"{t5.url}/dashboard/feed", **OPEN) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: hello"
         about = json.loads(next(lines).removeprefix("data: "))

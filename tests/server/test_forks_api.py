@@ -12,7 +12,7 @@ import pytest
 
 from octavo.outputs import SequenceDelta
 from octavo.server.http.forks import Child
-from server.live_server import TIMEOUT, LiveServer, live_server
+from server.live_server import OPEN, TIMEOUT, LiveServer, live_server
 from server.test_api import error_of
 
 STORY = "Once upon a time there was a"
@@ -118,7 +118,7 @@ def test_a_child_of_an_ended_response_computes_its_own_tokens_alone(server: Live
 def test_a_fork_of_a_running_response_is_streamed_beside_it(server: LiveServer) -> None:
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "stream": True, **GREEDY}
     seen: list[int] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIMEOUT) as stream:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, **OPEN) as stream:
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -161,7 +161,7 @@ def test_children_in_the_background_are_joined_and_cancelled(
     assert started.status_code == 202, started.text
     fork_id = started.json()["id"]
     assert started.json()["num_children"] == 4
-    cancelled = httpx.delete(f"{server.url}/v1/forks/{fork_id}/2", timeout=TIMEOUT).json()
+    cancelled = httpx.delete(f"{server.url}/v1/forks/{fork_id}/2", **OPEN).json()
     assert cancelled == {"id": fork_id, "object": "fork", "cancelled": 1}
     first = server.get(f"/v1/forks/{fork_id}/0").json()
     prompt = [*tokens_of(parent), 3]
@@ -198,15 +198,15 @@ def test_all_children_end_when_the_fork_is_cancelled(
     )
     joining.start()
     time.sleep(0.05)
-    deleted = httpx.delete(f"{server.url}/v1/forks/{fork_id}", timeout=TIMEOUT).json()
+    deleted = httpx.delete(f"{server.url}/v1/forks/{fork_id}", **OPEN).json()
     assert deleted["cancelled"] == 8
     joining.join(TIMEOUT)
     assert [choice["finish_reason"] for choice in joined[0]["choices"]] == ["cancelled"] * 8
-    again = httpx.delete(f"{server.url}/v1/forks/{fork_id}", timeout=TIMEOUT).json()
+    again = httpx.delete(f"{server.url}/v1/forks/{fork_id}", **OPEN).json()
     assert again["cancelled"] == 0
     search = server.post("/v1/forks", {**body, "beam_width": 4, "n": 2}).json()["id"]
     error_of(server.get(f"/v1/forks/{search}/0"), 404)
-    httpx.delete(f"{server.url}/v1/forks/{search}", timeout=TIMEOUT).raise_for_status()
+    httpx.delete(f"{server.url}/v1/forks/{search}", **OPEN).raise_for_status()
     assert server.get(f"/v1/forks/{search}").json()["choices"] == []
     assert_idle(server)
 
@@ -265,7 +265,7 @@ def test_forks_that_are_not_there_cannot_be_joined_or_cancelled(
     known = server.post("/v1/forks", body).json()["id"]
     for path in ("/v1/forks/nothing", f"/v1/forks/{known}/1", f"/v1/forks/{known}/-1"):
         error_of(server.get(path), 404)
-        error_of(httpx.delete(f"{server.url}{path}", timeout=TIMEOUT), 404)
+        error_of(httpx.delete(f"{server.url}{path}", **OPEN), 404)
     error_of(server.get(f"/v1/forks/{known}/x"), 400)
 
 
@@ -301,12 +301,12 @@ def test_only_the_latest_responses_and_the_tenants_own_can_be_forked() -> None:
         error_of(server.post("/v1/forks", {"parent": ids[2], **body}, **others), 404)
         error_of(server.get(f"/v1/forks/{reply.json()['id']}", **others), 404)
         url = f"{server.url}/v1/forks/{reply.json()['id']}"
-        error_of(httpx.delete(url, headers=others, timeout=TIMEOUT), 404)
+        error_of(httpx.delete(url, headers=others, **OPEN), 404)
 
 
 def assert_idle(server: LiveServer) -> None:
     """Nothing runs, and no block is held."""
-    for _ in range(100):
+    for _ in range(1000):
         metrics = server.get("/metrics").text
         values = {
             name: float(line.split()[-1])

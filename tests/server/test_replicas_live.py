@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from processes import engines, wait_for_engines
-from server.live_server import TIMEOUT, LiveServer, live_server
+from server.live_server import OPEN, LiveServer, live_server
 
 NUM_STREAMS = 30
 
@@ -50,7 +50,7 @@ def texts(server: LiveServer, number: int) -> list[str]:
         return [choice["text"] for choice in response.json()["choices"]]
     found = [""] * fields.get("n", 1)
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**fields, "stream": True}, timeout=TIMEOUT
+        "POST", f"{server.url}/v1/completions", json={**fields, "stream": True}, **OPEN
     ) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
