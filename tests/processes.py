@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 INIT = 1  # adopts processes whose parent has ended
-HANG = 60.0  # seconds; a process that does not end must end a test
+HANG = 300.0  # seconds; a process that does not end, or does not start, must end a test
 
 
 def state_of(pid: int) -> tuple[str, int] | None:

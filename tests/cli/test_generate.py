@@ -161,7 +161,7 @@ def test_ctrl_c_ends_the_command_with_130() -> None:
             break
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors

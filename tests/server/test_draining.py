@@ -76,7 +76,7 @@ def test_a_rolling_restart_under_load(num_replicas: int, requests: Requests) -> 
                 await asyncio.sleep(0.01)
             await assert_nothing_is_held(client)
 
-    run(test(), 120)
+    run(test())
 
 
 def test_requests_that_may_finish_are_not_moved() -> None:

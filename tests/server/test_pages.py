@@ -31,6 +31,7 @@ from octavo.server.observability.debug import Lookups, debug_router
 from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, Feeds, feed_router
 from octavo.server.observability.metrics import Metrics
 from octavo.server.observability.observation import Observation
+from server.clients import SECONDS
 from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
 
 
@@ -61,7 +62,7 @@ def parse(data: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def next_frame(frames: AsyncIterator[bytes]) -> dict[str, Any]:
-    return parse(await asyncio.wait_for(anext(frames), 10))[-1][1]
+    return parse(await asyncio.wait_for(anext(frames), SECONDS))[-1][1]
 
 
 # -------------------------------------------------------------------- the feed
@@ -73,7 +74,7 @@ def test_frames_tell_what_changed() -> None:
         feed = new_feed(client)
         client.picture = snapshot([view("r1", [3, 4], [3, 5])], cached={3, 9})
         frames = feed.frames()
-        (hello, about), (_, frame) = parse(await asyncio.wait_for(anext(frames), 10))
+        (hello, about), (_, frame) = parse(await asyncio.wait_for(anext(frames), SECONDS))
         assert (hello, about["num_blocks"]) == ("hello", NUM_BLOCKS)
         assert about["kv_group_names"] == ["full attention"]
         [request] = frame["requests"]
@@ -103,12 +104,12 @@ def test_frames_tell_what_changed() -> None:
         client.info = engine_info(pid=2)
         client.picture = snapshot([view("r2", [1])])
         client.counters.num_steps += 1
-        names = [name for name, _ in parse(await asyncio.wait_for(anext(frames), 10))]
+        names = [name for name, _ in parse(await asyncio.wait_for(anext(frames), SECONDS))]
         assert names == ["hello", "frame"]
         client.picture = None
         client.counters.num_steps += 1
         lost = ("lost", {"replicas": [["ready", 0]]})
-        assert parse(await asyncio.wait_for(anext(frames), 10)) == [lost]
+        assert parse(await asyncio.wait_for(anext(frames), SECONDS)) == [lost]
         await frames.aclose()
 
     asyncio.run(scenario())
@@ -154,7 +155,7 @@ def test_what_viewers_have_in_common_is_encoded_once(monkeypatch: pytest.MonkeyP
         client.picture = snapshot([view("r1", [3, 4])])
         feed = new_feed(client)
         viewers = [feed.frames() for _ in range(MAX_VIEWERS)]
-        first = await asyncio.gather(*(asyncio.wait_for(anext(each), 10) for each in viewers))
+        first = await asyncio.gather(*(asyncio.wait_for(anext(each), SECONDS) for each in viewers))
         assert len(set(first)) == 1
         assert encoded == ["hello", "frame"]
         encoded.clear()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from processes import assert_gone, descendants, engines, running
+from processes import HANG, assert_gone, descendants, engines, running
 from server.live_server import LiveServer, live_server
 
 NUM_STREAMS = 8
@@ -43,7 +43,7 @@ def say_all(server: LiveServer, victim: int | None = None, number: int = 0) -> l
 
 def wait_for_steps(server: LiveServer) -> None:
     """Return when most streams run."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG
     while time.monotonic() < deadline:
         running = re.search(
             r"^octavo_num_requests_running\S* (\S+)", server.get("/metrics").text, re.M
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_replaced(server: LiveServer) -> 
     ranks = ranks_of(server)
     os.kill(ranks[1], signal.SIGKILL)
     assert_gone(ranks)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     while len(found := rank_pids(server)) < 2 or set(found) & set(ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)
