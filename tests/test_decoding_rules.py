@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import model_zoo
+from daily_cases import checkered
 from octavo import LLM, SamplingParams
 from octavo.config import ModelImpl
 from octavo.errors import ModelError
@@ -59,14 +60,13 @@ def test_a_forced_token_that_is_a_bad_word_is_forced(tmp_path: Path) -> None:
     assert served(directory_with(rules, tmp_path), [PROMPT[:1]], "native") == [want]
 
 
-@pytest.mark.parametrize("impl", ["native", "transformers"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("ngram", "word", "words", "word from the prompt", "suppressed", "first", "last"),
-        *("one of several last", "one of several last, but one", "penalty", "ends"),
-    ],
+KINDS = (
+    *("ngram", "word", "words", "word from the prompt", "suppressed", "first", "last"),
+    *("one of several last", "one of several last, but one", "penalty", "ends"),
 )
+
+
+@pytest.mark.parametrize(("kind", "impl"), checkered(KINDS, ["native", "transformers"]))
 def test_greedy_tokens_equal_those_of_generate(
     kind: str, impl: ModelImpl, plain: list[int], tmp_path: Path
 ) -> None:

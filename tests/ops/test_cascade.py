@@ -223,6 +223,7 @@ SHARED_CASES += [
 ]
 SCORED = Case(((90, 1), (150, 1), (81, 1), (113, 1)), group=2, num_kv_heads=2, head_dim=16)
 SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, *FEATURES))]
+BY_DAY = (2, 3, 5, 7)  # an FP8 cache, prompts beside decodes, float16 and all features of scores
 SINGLE_FEATURES = [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
 MANY = ((2100, 1), *((2000 + i, 1) for i in range(20)), (300, 1))
 GPU_CASES = [
@@ -277,7 +278,13 @@ def check(case: Case, prefix: int, device: str) -> None:
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
 @pytest.mark.parametrize(
     "case",
-    [*SHARED_CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in SINGLE_FEATURES)],
+    [
+        *(
+            pytest.param(each, marks=() if number in BY_DAY else pytest.mark.slow)
+            for number, each in enumerate(SHARED_CASES)
+        ),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in SINGLE_FEATURES),
+    ],
 )
 def test_interpreted(case: Case) -> None:
     check(case, 64, "cpu")
