@@ -90,6 +90,16 @@ def changed(
     return directory
 
 
+def with_method(
+    directory: Path, name: str, method: dict[str, Any], change: Change | None = None
+) -> Path:
+    """A copy of a sample whose config.json has another quantization_config."""
+    fields = json.loads((changed(directory, name, change) / "config.json").read_text())
+    fields["quantization_config"] = method
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_the_quantizer(name: str) -> None:
     expected = load_file(SAMPLES / name / "expected.safetensors")
@@ -145,6 +155,29 @@ def test_static_scales_of_inputs_are_not_read(tmp_path: Path) -> None:
     directory = changed(tmp_path, "fp8_transformers", add, {"activation_scheme": "static"})
     for key, weight in loaded(SAMPLES / "fp8_transformers").items():
         assert torch.equal(loaded(directory)[key], weight)
+
+
+def test_fbgemm_fp8_has_a_scale_for_each_output(tmp_path: Path) -> None:
+    """As transformers' FbgemmFp8Config writes the same values: with scales in float32."""
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: each.float() for name, each in tensors.items() if "scale" in name}
+
+    method = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    method["modules_to_not_convert"] = ["lm_head"]
+    directory = with_method(tmp_path, "fp8_channel", method, widen)
+    for key, weight in loaded(SAMPLES / "fp8_channel").items():
+        assert torch.equal(loaded(directory)[key], weight)
+    quantization = read_model_config(directory).quantization
+    assert quantization == read_quantization(Fields("config.json", {"quantization_config": method}))
+    assert quantization is not None
+    assert quantization.kept_by("hopper") == (True, True)
+    with_method(tmp_path, "fp8_channel", method | {"activation_scale_ub": "1200"})
+    with pytest.raises(ModelError, match="activation_scale_ub is '1200'; it must be a positive"):
+        read_model_config(tmp_path)
+    with_method(tmp_path, "fp8_tensor", method)
+    with pytest.raises(ModelError, match=r"weight_scale has shape .* outputs: one per output"):
+        loaded(tmp_path)
 
 
 def test_merged_projections_of_different_forms_are_dequantized(

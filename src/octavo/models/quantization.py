@@ -266,6 +266,16 @@ def _read_fp8(fields: Fields) -> Quantization:
     return Quantization("fp8", block=block, form="float8", quantizes_inputs=True)
 
 
+def _read_fbgemm_fp8(fields: Fields) -> Quantization:
+    """FP8 weights (e4m3) with a scale per output: transformers' FbgemmFp8Config.
+
+    `activation_scale_ub` bounds the largest value that the scale of a token's inputs is taken from.
+    Inputs beyond it are clipped there; octavo rounds them with a larger scale.
+    """
+    fields.number("activation_scale_ub", 1200.0)
+    return Quantization("fp8", form="float8", has_row_scales=True, quantizes_inputs=True)
+
+
 def _whole_pair(fields: Fields, name: str) -> tuple[int, int]:
     numbers = fields.numbers(name, 2)
     rows, columns = map(int, numbers)
@@ -589,4 +599,5 @@ READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "bitsandbytes": _read_bitsandbytes,
     "torchao": _read_torchao,
     "mxfp4": _read_mxfp4,
+    "fbgemm_fp8": _read_fbgemm_fp8,
 }
