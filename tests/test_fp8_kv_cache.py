@@ -259,13 +259,37 @@ def test_scales_are_promised_by_a_word_too(tmp_path: Path) -> None:
         if scheme == "static":
             with load(directory) as llm:
                 assert greedy(llm) == expected(model_zoo.model_directory("llama3"), SCALES)
-    with pytest.raises(ModelError, match="kv_cache_scheme is 'dynamic'; it must be a JSON object"):
+    with pytest.raises(ModelError, match="kv_cache_scheme is 'dynamic'; an FP8 KV cache takes"):
         load(directory)
     config["quantization_config"]["kv_cache_scheme"] = "static"
     (directory / "config.json").write_text(json.dumps(config))
     shutil.copy(model_zoo.model_directory("llama3") / "model.safetensors", directory)
     with pytest.raises(ModelError, match="have no k_scale of layer 0"):
         load(directory)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_modelopt_leaves_out_scales_that_are_1(algorithm: str, tmp_path: Path) -> None:
+    directory = with_scales(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    written = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": algorithm}}
+    (directory / "hf_quant_config.json").write_text(json.dumps(written))
+    plain = model_zoo.model_directory("llama3")
+    if algorithm != "FP8":
+        with pytest.raises(ModelError, match="kv_cache_quant_algo is 'NVFP4'; an FP8 KV cache"):
+            load(directory)
+        return
+    assert greedy(load(directory)) == expected(plain, SCALES)
+    shutil.copy(plain / "model.safetensors", directory)
+    unscaled = [KVScales()] * len(SCALES)
+    assert greedy(load(directory)) == expected(plain, unscaled)
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config["quantization_config"] = {"quant_method": "modelopt", "kv_cache_scheme": scheme}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "hf_quant_config.json").unlink()
+    assert greedy(load(directory)) == expected(plain, unscaled)
 
 
 def test_unknown_types_are_refused_with_the_known() -> None:

@@ -292,12 +292,18 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
     assert error.value.field == "tensor_parallel_size"
 
 
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    fields = shrunken_config("ernie4_5_moe").to_dict() | {
-        "quantization_config": {"quant_method": "fp8"}
-    }
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_quantized_weights_are_refused(is_beside: bool, tmp_path: Path) -> None:
+    """Which config.json says, or ModelOpt's file."""
+    fields = shrunken_config("ernie4_5_moe").to_dict()
+    if is_beside:
+        modelopt = {"quantization": {"quant_algo": "FP8"}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    else:
+        fields["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match=r"quantization_config is .*octavo's own families"):
+    where = r"hf_quant_config\.json: quantization" if is_beside else "quantization_config"
+    with pytest.raises(ModelError, match=rf"{where}: quantized weights .*octavo's own families"):
         read_model_config(tmp_path)
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_weights_stay_quantized(name: str) -> None:
     if name in ("bitsandbytes_nf4", "bitsandbytes_fp4"):
         expected: type = Tensor
     else:
-        is_float = name == "torchao" or name.startswith("fp8")
+        is_float = name == "torchao" or "fp8" in name
         expected = ScaledFloat8 if is_float else GroupedInt
     assert kinds == {expected}
 
@@ -169,7 +170,7 @@ def test_fbgemm_fp8_has_a_scale_for_each_output(tmp_path: Path) -> None:
     for key, weight in loaded(SAMPLES / "fp8_channel").items():
         assert torch.equal(loaded(directory)[key], weight)
     quantization = read_model_config(directory).quantization
-    assert quantization == read_quantization(Fields("config.json", {"quantization_config": method}))
+    assert quantization == read_quantization(Fields("config.json", method))
     assert quantization is not None
     assert quantization.kept_by("hopper") == (True, True)
     with_method(tmp_path, "fp8_channel", method | {"activation_scale_ub": "1200"})
@@ -178,6 +179,103 @@ def test_fbgemm_fp8_has_a_scale_for_each_output(tmp_path: Path) -> None:
     with_method(tmp_path, "fp8_tensor", method)
     with pytest.raises(ModelError, match=r"weight_scale has shape .* outputs: one per output"):
         loaded(tmp_path)
+
+
+MODELOPT_SAMPLES = [name for name in NAMES if name.startswith("modelopt")]
+
+
+def modelopt_file(directory: Path, **fields: Any) -> Path:
+    """Of a sample's copy, the quantization that its hf_quant_config.json has, with other fields,
+    in that file alone, as older versions of ModelOpt write it."""
+    path = directory / "hf_quant_config.json"
+    written = json.loads(path.read_text())
+    written["quantization"] |= fields
+    path.write_text(json.dumps(written))
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("name", MODELOPT_SAMPLES)
+def test_modelopt_may_describe_weights_in_a_file_of_its_own(name: str, tmp_path: Path) -> None:
+    """Or in an object of its own in config.json."""
+    written = json.loads((SAMPLES / name / "hf_quant_config.json").read_text())
+    alone = modelopt_file(changed(tmp_path / "alone", name))
+    nested = with_method(tmp_path / "nested", name, written | {"quant_method": "modelopt"})
+    usual = read_model_config(SAMPLES / name).quantization
+    for directory in (alone, nested):
+        found = read_model_config(directory).quantization
+        assert found is not None
+        assert found == replace(usual, ignored=found.ignored)
+        weights = loaded(directory)
+        assert all(torch.equal(weights[key], each) for key, each in loaded(SAMPLES / name).items())
+    modelopt_file(alone, exclude_modules=["lm_head", "model.*.self_attn.k*"])
+    with pytest.raises(ModelError, match=r"config\.json says that \S+k_proj is not quantized"):
+        loaded(alone)
+
+
+def test_both_files_of_modelopt_say_the_same(tmp_path: Path) -> None:
+    changed(tmp_path, "modelopt_fp8", config={"quant_algo": "NVFP4"})
+    message = r"quantization_config: quant_algo is 'NVFP4'; but \S+hf_quant_config.* has 'FP8'"
+    with pytest.raises(ModelError, match=message):
+        read_model_config(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json cannot be read"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quant_algo": "W4A16_AWQ"}, "quant_algo is 'W4A16_AWQ'; octavo reads FP8, .*MIXED_PREC"),
+        ({"quant_algo": ["FP8"]}, r"quant_algo is \['FP8'\]; octavo reads FP8"),
+        (
+            {"quant_algo": None, "kv_cache_quant_algo": None},
+            " has no quant_algo",
+        ),
+        ({"exclude_modules": "lm_head"}, "exclude_modules is 'lm_head'; it must be a list of str"),
+        ({"quant_algo": "MIXED_PRECISION"}, " has no quantized_layers"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            r"quantized_layers is \{\}; there must be one or more",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}},
+            "quantized_layers: a: quant_algo is 'MXFP8'; octavo reads FP8",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+            "quantized_layers: a is 'FP8'; it must be a JSON object",
+        ),
+    ],
+)
+def test_what_is_not_read_of_modelopt_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = modelopt_file(changed(tmp_path, "modelopt_fp8"), **fields)
+    with pytest.raises(ModelError, match=rf"hf_quant_config\.json: .*{message}"):
+        read_model_config(directory)
+
+
+def test_modules_of_modelopt_differ(tmp_path: Path) -> None:
+    """A module is named, or one that it is in, such as all experts of a layer."""
+    other = load_file(SAMPLES / "modelopt_fp8_channel" / "model.safetensors")
+    down = "model.layers.0.mlp.down_proj"
+    layers = {"model.layers.0.self_attn": "FP8", f"model.{GATE}": "FP8", down: "FP8"}
+    layers |= {f"model.{UP}": "FP8_PER_CHANNEL_PER_TOKEN"}
+    directory = changed(
+        tmp_path, "modelopt_fp8", lambda tensors: replace_module(tensors, other, f"model.{UP}.")
+    )
+    quantized = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    modelopt_file(directory, quant_algo="MIXED_PRECISION", quantized_layers=quantized)
+    found = loaded(directory)
+    for name, sample in {GATE: "modelopt_fp8", UP: "modelopt_fp8_channel"}.items():
+        assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
+    del quantized[down]
+    modelopt_file(directory, quantized_layers=quantized)
+    with pytest.raises(ModelError, match=rf"no group of modules in .* has {down}"):
+        loaded(directory)
 
 
 def test_merged_projections_of_different_forms_are_dequantized(
@@ -336,7 +434,7 @@ def test_groups_of_config_groups_differ(tmp_path: Path) -> None:
     lacking = changed(
         tmp_path, "packed_int4", mix, {"config_groups": {"b": groups["b"]} | {"c": groups["c"]}}
     )
-    with pytest.raises(ModelError, match=r"none of config_groups in config\.json has .*down_proj"):
+    with pytest.raises(ModelError, match=r"no group of modules in config\.json has .*down_proj"):
         loaded(lacking)
 
 
@@ -624,7 +722,7 @@ def test_thousands_of_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch
     method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     method["dynamic"] = {f"+:{re.escape(name)}$": {"bits": 8} for name in names[:600]}
     method["modules_to_not_convert"] = [f"re:{re.escape(name)}$" for name in names[700:]]
-    quantization = read_quantization(Fields("config.json", {"quantization_config": method}))
+    quantization = read_quantization(Fields("config.json", method))
     assert quantization is not None
     monkeypatch.setattr(re, "compile", None)
     monkeypatch.setattr(re, "_compile", None)
@@ -772,7 +870,7 @@ def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str
     yield "removed", None
     if name == "weight_format":
         return
-    yield "truncated", tensor[: len(tensor) // 2]
+    yield "truncated", tensor[: len(tensor) // 2] if tensor.dim() else tensor.new_empty(0)
     yield "of another type", tensor.bool() if tensor.is_floating_point() else tensor.float()
     is_scale = "scale" in name or "absmax" in name or name == "SCB"
     if is_scale and tensor.is_floating_point():
@@ -800,7 +898,8 @@ def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
     directory = changed(tmp_path, name)
     whole = load_file(directory / "model.safetensors")
     is_integer = name.startswith(("auto_round", "awq", "gptq", "packed", "int8", "torchao_int"))
-    parts = {key: each for key, each in whole.items() if key.startswith(K_PROJ)}
+    unread = {f"{K_PROJ}input_scale", f"{K_PROJ}k_scale"}
+    parts = {key: whole[key] for key in whole.keys() - unread if key.startswith(K_PROJ)}
     may_lack = {"g_idx", "weight_format"}  # the first without desc_act
     if name == "torchao_int8":
         may_lack.add("_weight_zero_point")
@@ -930,8 +1029,8 @@ def test_granularities_of_torchao(granularity: Any, message: str | None, tmp_pat
 def bits_of_modules(groups: dict[str, Any], *names: str) -> list[int | None]:
     """How compressed-tensors' groups quantize modules of x."""
     method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    fields = {"quantization_config": method | {"config_groups": groups}}
-    quantization = read_quantization(Fields("config.json", fields))
+    fields = Fields("config.json", method | {"config_groups": groups})
+    quantization = read_quantization(fields)
     assert quantization is not None
     found = [quantization.of_module(f"x.{name}") for name in names]
     return [each.num_bits for each in found if each is not None]

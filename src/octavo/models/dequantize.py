@@ -157,7 +157,7 @@ def joined(
         own = quantization.of_module(module)
         if own is None:
             raise ModelError(
-                f"{path}: {marker} is there, but none of config_groups in config.json has {module}"
+                f"{path}: {marker} is there, but no group of modules in config.json has {module}"
             )
         for line in (*format_.needed, *format_.optional):
             names = {name: module + format_.joint + name for name in line.split("|")}
@@ -199,6 +199,14 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     """e4m3 times a scale per tensor, per row or per block."""
     name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     return _float8(parts, "weight", name, quantization)
+
+
+def _modelopt(parts: Parts, quantization: Quantization) -> QuantizedWeight:
+    """e4m3 times a scale per tensor, per row or per block."""
+    scale = parts["weight_scale"]
+    if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:  # [blocks, 1, blocks, 1]
+        parts = {**parts, "weight_scale": scale[:, 0, :, 0]}
+    return _float8(parts, "weight", "weight_scale", quantization)
 
 
 def _torchao(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
@@ -525,6 +533,7 @@ FORMATS: Mapping[str, Format] = {
     ),
     "bitsandbytes-int8": Format(("SCB",), ("weight",), ("weight_format",), _bitsandbytes_int8),
     "torchao": Format(("_weight_qdata",), ("_weight_scale",), ("_weight_zero_point",), _torchao),
+    "modelopt": Format(("weight_scale",), ("weight",), (), _modelopt),
     "mxfp4": Format(("blocks",), ("scales",), (), _mxfp4, "_", "", is_transposed=True),
 }
 

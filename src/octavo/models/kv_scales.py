@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable
 
 from octavo.errors import ModelError
-from octavo.json_fields import read_json
+from octavo.json_fields import Fields
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
+from octavo.models.quantization import KV_SCHEMES, MODELOPT, find_quantization
 from octavo.ops import KVScales
 from octavo.ops.base import MAX_KV_SCALE, MIN_KV_SCALE
 
@@ -92,20 +93,22 @@ def _number(tensor: StoredTensor, where: str) -> float:
 
 
 def _promises_scales(config: ModelConfig) -> bool:
-    """Whether config.json says that there are scales; ModelError if they are not for e4m3."""
-    fields = read_json(config.path / "config.json")
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name, None) is None:
-            continue
-        quantization = fields.part(name)
-        given = quantization.get("kv_cache_scheme", None)
-        if not given:
-            continue
-        if given == "static":  # as AutoFP8 writes it
-            return True
-        scheme = quantization.part("kv_cache_scheme")
-        for field, expected in {"type": "float", "num_bits": 8}.items():
-            if scheme.get(field, expected) != expected:
-                raise scheme.error(field, "an FP8 KV cache takes scales for floats of 8 bits")
-        return not scheme.flag("dynamic", False)
-    return False
+    """Whether config.json says that there are scales; ModelError if they are not for e4m3.
+
+    ModelOpt says that the cache is in FP8, and writes scales only where they are not all 1.
+    """
+    fields = find_quantization(config.path) or Fields("", {})
+    name = next((each for each in KV_SCHEMES if fields.get(each, None)), None)
+    if name is None:
+        return False
+    given = fields.get(name)
+    if given in ("static", "FP8"):  # as AutoFP8 and ModelOpt write it
+        return bool(given == "static")
+    expected = "an FP8 KV cache takes scales for floats of 8 bits"
+    if isinstance(given, str):
+        raise fields.error(name, expected)
+    scheme = fields.part(name)
+    for field, value in {"type": "float", "num_bits": 8}.items():
+        if scheme.get(field, value) != value:
+            raise scheme.error(field, expected)
+    return not scheme.flag("dynamic", False) and fields.get("quant_method") != MODELOPT

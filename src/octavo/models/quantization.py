@@ -5,16 +5,22 @@ Which tensors a projection is stored in, and how they are read, is in dequantize
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from octavo.config import QuantizationName
-from octavo.json_fields import Fields
+from octavo.errors import shown
+from octavo.json_fields import Fields, read_json
 
 COMPRESSED_TENSORS = "compressed-tensors"
+MODELOPT = "modelopt"
+MODELOPT_FILE = "hf_quant_config.json"
+KV_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # the latter in ModelOpt's file
 # Where modules that are not quantized are known by their full names alone. transformers compares
 # torchao's with names that end in ".weight", so that ends of modules' names say nothing.
 OF_FULL_NAMES = (COMPRESSED_TENSORS, "torchao")
@@ -54,7 +60,8 @@ class ModuleNames(NamedTuple):
 
     @classmethod
     def read(cls, fields: Fields, field: str, given: Sequence[str]) -> ModuleNames:
-        """given: names, and PATTERN with a regular expression behind it.
+        """given: names, names with an asterisk for any characters (ModelOpt), and PATTERN with a
+        regular expression behind it.
 
         Raises:
             ModelError: what should be a pattern is none; names `field`.
@@ -67,12 +74,19 @@ class ModuleNames(NamedTuple):
                 except re.error as error:
                     reason = f"{each!r} is no regular expression: {error}"
                     raise fields.error(field, reason) from error
+            elif "*" in each:
+                patterns.append(re.compile(fnmatch.translate(each)))
         names = frozenset(each for each in given if not each.startswith(PATTERN))
         return cls(names, tuple(patterns))
 
     def match(self, module: str) -> bool:
         """Whether a pattern matches a module's full name."""
         return any(pattern.match(module) for pattern in self.patterns)
+
+    def have_start_of(self, module: str) -> bool:
+        """Whether a name is a module's full name, or that of one that it is in."""
+        parts = module.split(".")
+        return any(".".join(parts[:i]) in self.names for i in range(len(parts), 0, -1))
 
     def have_end_of(self, module: str) -> bool:
         """Whether a name is a module's full name, or the end of it."""
@@ -122,12 +136,13 @@ class Quantization:
     def of_module(self, module: str) -> Quantization | None:
         """How a module is stored, by its full name; None: it is in none of the groups.
 
-        A name comes before patterns, and these before LINEAR.
+        A name, such as that of all experts of a layer, comes before patterns, and these before
+        LINEAR.
         """
         if not self.groups:
             return self
         tests: tuple[Callable[[ModuleNames], bool], ...] = (
-            lambda targets: module in targets.names,
+            lambda targets: targets.have_start_of(module),
             lambda targets: targets.match(module),
             lambda targets: LINEAR in targets.names,
         )
@@ -229,18 +244,51 @@ ON_LOAD: Mapping[QuantizationName, Quantization] = {
 }
 
 
-def read_quantization(config: Fields) -> Quantization | None:
-    """From config.json; None: the weights are not quantized.
+def find_quantization(directory: Path) -> Fields | None:
+    """What says how weights are quantized: a part of config.json or, in ModelOpt's older
+    checkpoints, its file beside that; None: neither does.
+
+    Raises:
+        ModelError: both do, and contradict each other; names the field.
+    """
+    config, beside = read_json(directory / "config.json"), directory / MODELOPT_FILE
+    # The other name is that of old versions of compressed-tensors.
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name, None) is not None:
+            found = _without_nesting(config.part(name))
+            if found.get("quant_method", None) == MODELOPT and beside.exists():
+                _check_same(found, _modelopt_file(beside))
+            return found
+    return _modelopt_file(beside) if beside.exists() else None
+
+
+def _modelopt_file(path: Path) -> Fields:
+    fields = read_json(path)
+    return _without_nesting(Fields(fields.where, fields.values | {"quant_method": MODELOPT}))
+
+
+def _without_nesting(fields: Fields) -> Fields:
+    """What ModelOpt says of weights, which may be in an object of its own."""
+    if fields.get("quant_method", None) != MODELOPT or fields.get("quantization", None) is None:
+        return fields
+    inner = fields.part("quantization")
+    return Fields(inner.where, inner.values | {"quant_method": MODELOPT})
+
+
+def _check_same(config: Fields, beside: Fields) -> None:
+    name = "quant_algo"
+    if beside.get(name, None) != config.get(name, None):
+        raise config.error(name, f"but {beside.where} has {shown(beside.values.get(name))}")
+
+
+def read_quantization(fields: Fields | None) -> Quantization | None:
+    """From what `find_quantization` found; None: the weights are not quantized.
 
     Raises:
         ModelError: a method, or a variant of one, that octavo does not read; names it.
     """
-    name = "quantization_config"
-    if config.get(name, None) is None:
-        name = "compression_config"  # as old versions of compressed-tensors called it
-        if config.get(name, None) is None:
-            return None
-    fields = config.part(name)
+    if fields is None:
+        return None
     method = fields.get("quant_method")
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
@@ -248,7 +296,13 @@ def read_quantization(config: Fields) -> Quantization | None:
     return replace(reader(fields), ignored=_ignored(fields))
 
 
-IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
+IGNORED = (
+    "ignore",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "llm_int8_skip_modules",
+    "exclude_modules",
+)
 
 
 def _ignored(fields: Fields) -> tuple[ModuleNames, ...]:
@@ -585,6 +639,47 @@ def _torchao_scales(options: Fields, name: str) -> _Scales:
     return _Scales(of_rows=kind != "PerTensor")
 
 
+# What ModelOpt's algorithms make of weights.
+MODELOPT_ALGORITHMS: Mapping[str, Quantization] = {
+    "FP8": Quantization(MODELOPT, form="float8", quantizes_inputs=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Quantization(
+        MODELOPT, form="float8", has_row_scales=True, quantizes_inputs=True
+    ),
+    "FP8_PB_WO": Quantization(MODELOPT, form="float8", block=(128, 128)),
+}
+
+
+def _read_modelopt(fields: Fields) -> Quantization:
+    """What NVIDIA's ModelOpt writes; `config_groups` say less than `quant_algo`."""
+    name = "quant_algo"
+    if fields.get(name, None) is None and _has_kv_scheme(fields):
+        return Quantization(MODELOPT, is_dense=True)
+    if fields.get(name) != "MIXED_PRECISION":
+        return _read_algorithm(fields, ", MIXED_PRECISION")
+    layers = fields.part("quantized_layers")
+    modules: dict[Quantization, list[str]] = {}
+    for module in layers.values:
+        modules.setdefault(_read_algorithm(layers.part(module)), []).append(module)
+    if not modules:
+        raise fields.error("quantized_layers", "there must be one or more")
+    return _of_groups([Group(ModuleNames(frozenset(each), ()), of) for of, each in modules.items()])
+
+
+def _has_kv_scheme(fields: Fields) -> bool:
+    return any(fields.get(name, None) is not None for name in KV_SCHEMES)
+
+
+def _read_algorithm(fields: Fields, others: str = "") -> Quantization:
+    """others: what octavo reads beside those in MODELOPT_ALGORITHMS, for the error."""
+    algorithm = fields.get("quant_algo")
+    # Those that have no name in hf_quant_config.json's own list are written in small letters.
+    found = MODELOPT_ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
+    if found is None:
+        expected = f"octavo reads {', '.join(MODELOPT_ALGORITHMS)}{others}"
+        raise fields.error("quant_algo", expected)
+    return found
+
+
 def _read_mxfp4(fields: Fields) -> Quantization:
     """4-bit floats of which 32 share a power of two (gpt-oss; OCP Microscaling Formats 1.0)."""
     return Quantization("mxfp4", is_dense=True, experts=Quantization("mxfp4", form="mxfloat4"))
@@ -600,4 +695,5 @@ READERS: Mapping[str, Callable[[Fields], Quantization]] = {
     "torchao": _read_torchao,
     "mxfp4": _read_mxfp4,
     "fbgemm_fp8": _read_fbgemm_fp8,
+    MODELOPT: _read_modelopt,
 }

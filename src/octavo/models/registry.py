@@ -16,7 +16,7 @@ from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP
+from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP, find_quantization
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import WeightNames
 from octavo.parallel import Shard
@@ -114,10 +114,8 @@ def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> Model
 def _has_other_way(source: ModelSource) -> bool:
     """Whether models of that type, which octavo has a family of, are served through transformers,
     too."""
-    config = source.config()
-    is_dense = config.get("quantization_config", None) is None
-    is_served = config.get("model_type") in read_tested().served
-    return source.is_for_transformers and is_dense and is_served
+    is_served = source.config().get("model_type") in read_tested().served
+    return source.is_for_transformers and is_served and find_quantization(source.path) is None
 
 
 def _read_native(source: ModelSource) -> ModelConfig:
@@ -248,11 +246,11 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
             f"transformers, which is not installed: pip install 'octavo[transformers]'; native "
             f"families are {', '.join(FAMILIES)}",
         )
-    if config.get("quantization_config", None) is not None:
-        raise config.error(
-            "quantization_config",
-            "quantized weights are read for octavo's own families, not for models through "
-            "transformers",
+    quantization = find_quantization(directory)
+    if quantization is not None:
+        raise ModelError(
+            f"{quantization.where}: quantized weights are read for octavo's own families, not for "
+            "models through transformers"
         )
     dtype = _dtype(config)  # of others transformers' error does not name the field
     reading = import_module(TRANSFORMERS_READER).read(directory, config)

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 from octavo.json_fields import Fields, read_json, read_optional_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.quantization import Quantization, find_quantization, read_quantization
 from octavo.models.safetensors_paths import tensor_names
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
@@ -71,7 +71,7 @@ class HuggingFaceSource:
 
     def quantization(self) -> Quantization | None:
         """See ModelSource.quantization."""
-        return read_quantization(self._config)
+        return read_quantization(find_quantization(self.path))
 
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""

@@ -4,8 +4,8 @@
 
 Each directory has a tiny random Llama as a quantizer saved it, and `expected.safetensors`: for each
 projection, its dequantized weight, by the quantizer's own dequantization, times one fixed vector.
-Needs llmcompressor, compressed-tensors, auto-round, bitsandbytes and torchao, none of which the
-tests need.
+Needs llmcompressor, compressed-tensors, auto-round, bitsandbytes, torchao and nvidia-modelopt, none
+of which the tests need.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transformers import (
 )
 
 HERE = Path(__file__).resolve().parent
+KEPT = ("config.json", "hf_quant_config.json", "model.safetensors", "expected.safetensors")
 CONFIG = LlamaConfig(
     vocab_size=96,
     hidden_size=128,
@@ -224,6 +225,31 @@ def torchao_int4(directory: Path) -> dict[str, Tensor]:
     )
 
 
+def modelopt(directory: Path, name: str, has_kv_scales: bool = False) -> dict[str, Tensor]:
+    """name: of one of its configurations."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+
+    model = dense_model()
+    rules = [*getattr(mtq, name)["quant_cfg"], *(mtq.FP8_KV_CFG["quant_cfg"] * has_kv_scales)]
+    tokens = torch.arange(64).view(2, 32)
+    mtq.quantize(model, {"quant_cfg": rules, "algorithm": "max"}, lambda each: each(tokens))
+    export_hf_checkpoint(model, export_dir=directory)
+    tensors, weights = load_file(directory / "model.safetensors"), {}
+    for key in [key for key in tensors if key.endswith("proj.weight")]:
+        stored, scale = tensors[key], tensors[f"{key}_scale"]
+        whole = FP8QTensor(stored.shape, torch.float32, stored)
+        if scale.dim() == 4:
+            sizes = {-1: 128, -2: 128}
+            weights[key] = whole.dequantize(
+                torch.float32, scale=scale[:, 0, :, 0], block_sizes=sizes
+            )
+        else:
+            weights[key] = whole.dequantize(torch.float32, scale=scale.view(-1, 1))
+    return weights
+
+
 SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "fp8_channel": lambda directory: llm_compressor(directory, "FP8_DYNAMIC"),
     "fp8_tensor": lambda directory: llm_compressor(
@@ -253,6 +279,9 @@ SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "torchao": lambda directory: torchao(directory, "Float8WeightOnlyConfig"),
     "torchao_int8": lambda directory: torchao(directory, "Int8WeightOnlyConfig"),
     "torchao_int4": torchao_int4,
+    "modelopt_fp8": lambda directory: modelopt(directory, "FP8_DEFAULT_CFG", has_kv_scales=True),
+    "modelopt_fp8_channel": lambda directory: modelopt(directory, "FP8_PER_CHANNEL_PER_TOKEN_CFG"),
+    "modelopt_fp8_block": lambda directory: modelopt(directory, "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"),
 }
 
 
@@ -265,7 +294,7 @@ def main(names: list[str]) -> None:
         assert len(expected) == 7, f"{name}: {sorted(expected)}"
         save_file(expected, directory / "expected.safetensors")
         for path in directory.iterdir():
-            if path.name not in ("config.json", "model.safetensors", "expected.safetensors"):
+            if path.name not in KEPT:
                 path.unlink()
         print(name, sorted(path.name for path in directory.iterdir()))
 
