@@ -31,7 +31,7 @@ from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
-from octavo.ops.quantized import GroupedInt, ScaledFloat8
+from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8
 from octavo.parallel import Shard
 
 SAMPLES = Path(__file__).parent / "quantized"
@@ -118,8 +118,10 @@ def test_weights_are_those_of_the_quantizer(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_stay_quantized(name: str) -> None:
     kinds = {type(slot.content) for slot in slots(SAMPLES / name).values()}
-    if name in ("bitsandbytes_nf4", "bitsandbytes_fp4"):
+    if name in ("bitsandbytes_nf4", "bitsandbytes_fp4", "nvfp4", "modelopt_nvfp4"):
         expected: type = Tensor
+    elif name == "mxfp4":
+        expected = MxFloat4
     else:
         is_float = name == "torchao" or "fp8" in name
         expected = ScaledFloat8 if is_float else GroupedInt
@@ -244,6 +246,8 @@ def test_both_files_of_modelopt_say_the_same(tmp_path: Path) -> None:
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}},
             "quantized_layers: a: quant_algo is 'MXFP8'; octavo reads FP8",
         ),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size is 32; octavo reads 16"),
+        ({"quant_algo": "NVFP4", "group_size": "16"}, "group_size is '16'; octavo reads 16"),
         (
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
             "quantized_layers: a is 'FP8'; it must be a JSON object",
@@ -260,17 +264,17 @@ def test_what_is_not_read_of_modelopt_is_refused(
 
 def test_modules_of_modelopt_differ(tmp_path: Path) -> None:
     """A module is named, or one that it is in, such as all experts of a layer."""
-    other = load_file(SAMPLES / "modelopt_fp8_channel" / "model.safetensors")
+    other = load_file(SAMPLES / "modelopt_nvfp4" / "model.safetensors")
     down = "model.layers.0.mlp.down_proj"
     layers = {"model.layers.0.self_attn": "FP8", f"model.{GATE}": "FP8", down: "FP8"}
-    layers |= {f"model.{UP}": "FP8_PER_CHANNEL_PER_TOKEN"}
+    layers |= {f"model.{UP}": "NVFP4"}
     directory = changed(
         tmp_path, "modelopt_fp8", lambda tensors: replace_module(tensors, other, f"model.{UP}.")
     )
     quantized = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
     modelopt_file(directory, quant_algo="MIXED_PRECISION", quantized_layers=quantized)
     found = loaded(directory)
-    for name, sample in {GATE: "modelopt_fp8", UP: "modelopt_fp8_channel"}.items():
+    for name, sample in {GATE: "modelopt_fp8", UP: "modelopt_nvfp4"}.items():
         assert torch.equal(found[f"{name}.weight"], loaded(SAMPLES / sample)[f"{name}.weight"])
     del quantized[down]
     modelopt_file(directory, quantized_layers=quantized)
@@ -696,6 +700,59 @@ def replaced(name: str, tensor: Tensor) -> Change:
             r"k_proj\.weight_format is \[2\]; octavo reads rows in their order \(0\)",
         ),
         (
+            "modelopt_nvfp4",
+            replaced("weight_scale", torch.ones(64, 4).to(torch.float8_e4m3fn)),
+            r"k_proj\.weight_scale is torch\.float8_e4m3fn \[64, 4\]; blocks of 16 inputs of "
+            r"\[64, 128\] have torch\.float8_e4m3fn \[64, 8\]",
+        ),
+        (
+            "modelopt_nvfp4",
+            replaced("weight", torch.zeros(64, 60, dtype=torch.uint8)),
+            r"k_proj\.weight has 120 inputs, which blocks of 16 do not divide",
+        ),
+        (
+            "modelopt_nvfp4",
+            replaced("weight_scale_2", torch.ones(2)),
+            r"k_proj\.weight_scale_2 has shape \[2\]; it must be one number",
+        ),
+        (
+            "modelopt_fp8",
+            replaced("weight_scale_2", torch.ones(1)),
+            r"k_proj\.weight_scale_2 is there, but config\.json says nothing of NVFP4",
+        ),
+        (
+            "nvfp4",
+            replaced("weight_global_scale", torch.tensor([1e-40])),
+            r"k_proj\.weight_scale has \S+ at .*; weights, which are scales times up to 6\S*e\+40",
+        ),
+        (
+            "nvfp4",
+            replaced("weight_zero_point", torch.ones(64, 8)),
+            r"k_proj\.weight_zero_point is not 0 at \[0, 0\]",
+        ),
+        (
+            "mxfp4",
+            lambda tensors: tensors.update(
+                {f"{K_PROJ}weight": tensors.pop(f"{K_PROJ}weight_packed")}
+            ),
+            r"k_proj\.weight_packed is not there, and 4-bit floats need it",
+        ),
+        (
+            "nvfp4",
+            replaced("weight_g_idx", torch.zeros(128).int()),
+            r"k_proj\.weight_g_idx is there, and inputs of 4-bit floats are in their order",
+        ),
+        (
+            "packed_int4",
+            replaced("weight_global_scale", torch.ones(1)),
+            r"k_proj\.weight_global_scale is there, but config\.json says nothing of NVFP4",
+        ),
+        (
+            "mxfp4",
+            replaced("weight_scale", torch.full((64, 4), 255, dtype=torch.uint8)),
+            r"k_proj\.weight_scale has the exponent 255 at \[0, 0\]",
+        ),
+        (
             "bitsandbytes_int8",
             replaced("SCB", torch.ones(63)),
             r"k_proj\.SCB has shape \[63\] for",
@@ -705,6 +762,74 @@ def replaced(name: str, tensor: Tensor) -> Change:
 def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         loaded(changed(tmp_path, name, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("nvfp4", "group_size", 32),
+        ("nvfp4", "num_bits", 8),
+        ("nvfp4", "symmetric", False),
+        ("mxfp4", "group_size", 16),
+    ],
+)
+def test_other_floats_of_4_bits_are_refused(
+    name: str, field: str, value: object, tmp_path: Path
+) -> None:
+    fields = json.loads((changed(tmp_path, name) / "config.json").read_text())
+    [group] = fields["quantization_config"]["config_groups"].values()
+    group["weights"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=rf"weights: {field} is {value}; octavo reads .* {name}-p"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4"])
+def test_scales_of_blocks_may_be_zero(name: str, tmp_path: Path) -> None:
+    """As versions of ModelOpt wrote those that e4m3 has no number for. A scale of inputs is left
+    out."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{K_PROJ}weight_scale"][3, 1] = 0.0
+        tensors[f"{K_PROJ}input_global_scale"] = torch.ones(1)
+
+    weight = loaded(SAMPLES / name)["layers.0.self_attn.k_proj.weight"]
+    weight[3, 16:32] = 0
+    directory = changed(tmp_path, name, change)
+    assert torch.equal(loaded(directory)["layers.0.self_attn.k_proj.weight"], weight)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "mxfp4"])
+def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
+    """Each of them in tensors of its own; projections stay as they are."""
+    directory = write_model("qwen3_moe", tmp_path, hidden_size=128, moe_intermediate_size=128)
+    sample = load_file(SAMPLES / name / "model.safetensors")
+    module = "layers.0.self_attn.q_proj."
+    values = loaded(SAMPLES / name)[f"{module}weight"]
+    tensors, expected = load_file(directory / "model.safetensors"), {}
+    for key in [key for key in tensors if "experts" in key]:
+        assert tensors.pop(key).shape == values.shape
+        prefix, expected[key.removeprefix("model.")] = key.removesuffix("weight"), values
+        tensors |= {
+            part.replace(f"model.{module}", prefix): each.clone()
+            for part, each in sample.items()
+            if part.startswith(f"model.{module}weight")
+        }
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    fields = json.loads((directory / "config.json").read_text())
+    quantized = json.loads((SAMPLES / name / "config.json").read_text())
+    fields["quantization_config"] = quantized["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(fields))
+    found = slots(directory)
+    assert len(expected) >= 8
+    for key, weight in expected.items():
+        assert isinstance(found[key].content, MxFloat4 if name == "mxfp4" else Tensor)
+        assert torch.equal(found[key].dense(), weight)
+    quantization = read_model_config(directory).quantization
+    assert quantization is not None
+    assert quantization.kept_by("hopper") == (False, name == "mxfp4")
+    with LLM(directory, dtype="float32", num_blocks=8) as llm:
+        assert len(llm.generate([[5, 9]], use_tqdm=False)[0].outputs[0].token_ids) > 0
 
 
 def test_scales_that_are_powers_of_two_may_be_exponents(tmp_path: Path) -> None:
@@ -874,14 +999,21 @@ def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str
     yield "of another type", tensor.bool() if tensor.is_floating_point() else tensor.float()
     is_scale = "scale" in name or "absmax" in name or name == "SCB"
     if is_scale and tensor.is_floating_point():
-        may_be = {"zero": "absmax" in name or name == "SCB", "negative": is_integer}
+        is_small = tensor.dtype == torch.float8_e4m3fn  # which has no infinity
+        may_be = {
+            "zero": "absmax" in name or name == "SCB" or is_small,
+            "negative": is_integer,
+            "infinite": is_small,
+        }
         values = {"NaN": math.nan, "infinite": math.inf, "zero": 0.0, "negative": -1.0}
         for kind, value in values.items():
             if not may_be.get(kind, False):
                 broken = tensor.clone()
                 broken.view(-1)[-1] = value
                 yield kind, broken
-        if tensor.dtype != torch.float16:  # of which no scale is too large
+        # No scale in float16 or e4m3 is too large, and none that divides.
+        is_any = tensor.dtype == torch.float16 or is_small or name == "weight_global_scale"
+        if not is_any:
             huge = tensor.clone()
             huge.view(-1)[-1] = torch.finfo(tensor.dtype).max
             yield "huge", huge
@@ -1175,8 +1307,11 @@ def test_versions_of_gptq_have_two_names(tmp_path: Path) -> None:
 def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
     directory = changed(tmp_path, "packed_int4")
     text = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(text.replace("pack-quantized", "mxfp8-quantized"))
+    with pytest.raises(ModelError, match="format is 'mxfp8-quantized'; octavo reads float-quan"):
+        read_model_config(directory)
     (directory / "config.json").write_text(text.replace("pack-quantized", "nvfp4-pack-quantized"))
-    with pytest.raises(ModelError, match="format is 'nvfp4-pack-quantized'; octavo reads float-qu"):
+    with pytest.raises(ModelError, match="type is 'int'; octavo reads float in the format nvfp4-p"):
         read_model_config(directory)
     (directory / "config.json").write_text(text.replace('"num_bits": 4', '"num_bits": 3'))
     with pytest.raises(ModelError, match="num_bits is 3; octavo reads 2, 4, 8"):

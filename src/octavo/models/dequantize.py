@@ -24,12 +24,14 @@ from torch import Tensor
 from octavo.errors import ModelError
 from octavo.models.quantization import Quantization
 from octavo.ops.quantized import (
+    E2M1,
     FLOAT8_MAX,
     MX_BLOCK,
     GroupedInt,
     MxFloat4,
     QuantizedWeight,
     ScaledFloat8,
+    scaled_e2m1,
 )
 
 Parts = Mapping[str, Tensor]
@@ -70,7 +72,7 @@ class Format(NamedTuple):
     dense: str = ".weight"  # what the weight is called behind the module
     is_transposed: bool = False  # dense checkpoints have it as [..., in_features, out_features]
     ignored: str = (
-        r".*\.((input|activation|output)_scale|input_zero_point"
+        r".*\.((input|activation|output)_scale|input_(zero_point|global_scale)"
         r"|(q|k|v|kv)_scale|[kv]_zero_point)"
     )
 
@@ -201,8 +203,10 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     return _float8(parts, "weight", name, quantization)
 
 
-def _modelopt(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """e4m3 times a scale per tensor, per row or per block."""
+def _modelopt(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
+    """e4m3 times a scale per tensor, per row or per block; or NVFP4."""
+    if "weight_scale_2" in parts:
+        return _nvfp4(parts, ("weight", "weight_scale_2"), quantization)
     scale = parts["weight_scale"]
     if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:  # [blocks, 1, blocks, 1]
         parts = {**parts, "weight_scale": scale[:, 0, :, 0]}
@@ -249,8 +253,15 @@ def _float8(
 
 
 def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
-    """FP8, int8 with a scale per row, or packed integers with a scale per group of inputs."""
+    """FP8, int8 with a scale per row, or packed integers with a scale per group of inputs; NVFP4,
+    MXFP4."""
     scale = parts["weight_scale"]
+    if "weight_global_scale" in parts:
+        return _nvfp4(parts, ("weight_packed", "weight_global_scale"), quantization, divides=True)
+    if quantization.of_experts.form == "mxfloat4":
+        _check_float4(parts, "weight_packed", MX_BLOCK, torch.uint8)
+        check_exponents(scale, "weight_scale")
+        return MxFloat4(parts["weight_packed"], scale)
     if "weight" in parts:
         kinds = {torch.float8_e4m3fn: "float8", torch.int8: "int"}
         kind = quantization.form or kinds.get(parts["weight"].dtype)
@@ -511,12 +522,33 @@ def _mxfp4(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     return MxFloat4(packed.flatten(-2), exponents)
 
 
+def _nvfp4(
+    parts: Parts, names: tuple[str, str], quantization: Quantization, divides: bool = False
+) -> Tensor:
+    """e2m1 times a scale in e4m3 for each 16 inputs, and one for all of them.
+
+    names: of the values, and of the latter scale. divides: it does, instead of multiplying.
+    """
+    if names[1] not in quantization.demanded:
+        raise FormatError(names[1], "is there, but config.json says nothing of NVFP4")
+    _check_float4(parts, names[0], 16, torch.float8_e4m3fn)
+    scales, whole = parts["weight_scale"].float(), parts[names[1]]
+    if whole.numel() != 1:
+        raise FormatError(names[1], f"has shape {list(whole.shape)}; it must be one number")
+    largest = E2M1[-1]
+    _check_scales(whole, names[1], "positive", 0 if divides else largest * FLOAT8_MAX)
+    factor = 1 / float(whole) if divides else float(whole)
+    _check_scales(scales, "weight_scale", "not negative", largest * factor)
+    whole = whole.float().reshape(())
+    return scaled_e2m1(parts[names[0]], scales / whole if divides else scales * whole)
+
+
 FORMATS: Mapping[str, Format] = {
     "fp8": Format(("weight_scale_inv", "weight_scale"), ("weight",), (), _fp8),
     "compressed-tensors": Format(
         ("weight_scale",),
         ("weight|weight_packed",),
-        ("weight_shape", "weight_zero_point", "weight_g_idx"),
+        ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
         _compressed,
     ),
     "awq": Format(("qweight",), ("scales",), ("qzeros",), _awq),
@@ -533,7 +565,7 @@ FORMATS: Mapping[str, Format] = {
     ),
     "bitsandbytes-int8": Format(("SCB",), ("weight",), ("weight_format",), _bitsandbytes_int8),
     "torchao": Format(("_weight_qdata",), ("_weight_scale",), ("_weight_zero_point",), _torchao),
-    "modelopt": Format(("weight_scale",), ("weight",), (), _modelopt),
+    "modelopt": Format(("weight_scale",), ("weight",), ("weight_scale_2",), _modelopt),
     "mxfp4": Format(("blocks",), ("scales",), (), _mxfp4, "_", "", is_transposed=True),
 }
 
@@ -567,6 +599,29 @@ def _int32(parts: Parts, name: str) -> Tensor:
     if tensor.dtype != torch.int32 or tensor.dim() != 2 or not tensor.numel():
         raise FormatError(name, f"is {tensor.dtype} {list(tensor.shape)}; it must be int32 in 2-D")
     return tensor
+
+
+def _check_float4(parts: Parts, name: str, size: int, dtype: torch.dtype) -> None:
+    """Raise FormatError unless two values of 4 bits share a byte, and `size` inputs in their order
+    a scale of that dtype, without zero points; name: of the values."""
+    if name not in parts:
+        raise FormatError(name, "is not there, and 4-bit floats need it")
+    packed, scale = parts[name], parts["weight_scale"]
+    _check_no_zeros(parts, "weight_zero_point")
+    if "weight_g_idx" in parts:
+        raise FormatError("weight_g_idx", "is there, and inputs of 4-bit floats are in their order")
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or not packed.numel():
+        kind = f"{packed.dtype} {list(packed.shape)}"
+        raise FormatError(name, f"is {kind}; 4-bit floats are torch.uint8 in 2-D")
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    if columns % size:
+        raise FormatError(name, f"has {columns} inputs, which blocks of {size} do not divide")
+    if scale.dtype != dtype or tuple(scale.shape) != (rows, columns // size):
+        raise FormatError(
+            "weight_scale",
+            f"is {scale.dtype} {list(scale.shape)}; blocks of {size} inputs of [{rows}, {columns}] "
+            f"have {dtype} [{rows}, {columns // size}]",
+        )
 
 
 def _two_sizes(shape: Tensor) -> tuple[int, int]:
@@ -684,7 +739,7 @@ def check_exponents(exponents: Tensor, name: str) -> None:
 def _check_no_zeros(parts: Parts, name: str) -> None:
     """Raise FormatError if there are zero points other than 0."""
     if name in parts and bool((wrong := parts[name].to(torch.float32) != 0).any()):
-        raise FormatError(name, f"is not 0 at {_first(wrong)}, and FP8 weights have no zero points")
+        raise FormatError(name, f"is not 0 at {_first(wrong)}, and floats have no zero points")
 
 
 def _check_no_nan(weight: Tensor, name: str) -> None:

@@ -344,11 +344,15 @@ COMPRESSED: Mapping[str, str | None] = {
     "int-quantized": "int",
     "naive-quantized": None,
     "pack-quantized": "int",
+    "nvfp4-pack-quantized": "float",
+    "mxfp4-pack-quantized": "float",
 }
+# Inputs that share a scale, in formats of 4-bit floats.
+FLOAT4_GROUPS: Mapping[str, int] = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 
 def _read_compressed_tensors(fields: Fields) -> Quantization:
-    """FP8, int8 and packed integers, as llm-compressor writes them.
+    """FP8, int8, packed integers and 4-bit floats, as llm-compressor writes them.
 
     Where several patterns match a module, the first in the order of their characters counts. Of
     groups with the same target, the last one counts.
@@ -381,6 +385,8 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
     if not isinstance(format_name, str) or format_name not in COMPRESSED:
         raise where.error("format", f"octavo reads {', '.join(COMPRESSED)}")
     weights = group.part("weights")
+    if format_name in FLOAT4_GROUPS:
+        return _read_float4(weights, format_name)
     is_packed, kind = format_name == "pack-quantized", COMPRESSED[format_name]
     stored = weights.choice("type", {"int": "int", "float": "float"}, kind or "int")
     if kind not in (None, stored):
@@ -438,6 +444,21 @@ def _rest(quantization: Quantization) -> Group:
     return Group(ModuleNames(frozenset({LINEAR}), ()), quantization)
 
 
+def _read_float4(weights: Fields, format_name: str) -> Quantization:
+    """e2m1 with scales in e4m3, which one more scale is for (NVFP4), or with powers of two
+    (MXFP4)."""
+    size = FLOAT4_GROUPS[format_name]
+    served = {"type": "float", "num_bits": 4, "group_size": size, "symmetric": True}
+    for name, value in served.items():
+        if weights.get(name, value) != value:
+            raise weights.error(name, f"octavo reads {value} in the format {format_name}")
+    if format_name == "nvfp4-pack-quantized":
+        demanded = ("weight_global_scale",)
+        return Quantization(COMPRESSED_TENSORS, num_bits=4, group_size=size, demanded=demanded)
+    experts = Quantization(COMPRESSED_TENSORS, form="mxfloat4")
+    return Quantization(COMPRESSED_TENSORS, num_bits=4, group_size=size, experts=experts)
+
+
 def _of_groups(groups: Sequence[Group]) -> Quantization:
     """How modules of these groups are stored: what all groups have in common."""
     first, *others = (each.quantization for each in groups)
@@ -454,6 +475,7 @@ def _of_groups(groups: Sequence[Group]) -> Quantization:
         else None,
         quantizes_inputs=all(each.quantization.quantizes_inputs for each in groups),
         demanded=(),
+        experts=first.experts if all(each.experts == first.experts for each in others) else None,
         groups=tuple(groups),
     )
 
@@ -639,6 +661,8 @@ def _torchao_scales(options: Fields, name: str) -> _Scales:
     return _Scales(of_rows=kind != "PerTensor")
 
 
+_NVFP4 = Quantization(MODELOPT, num_bits=4, group_size=16, demanded=("weight_scale_2",))
+
 # What ModelOpt's algorithms make of weights.
 MODELOPT_ALGORITHMS: Mapping[str, Quantization] = {
     "FP8": Quantization(MODELOPT, form="float8", quantizes_inputs=True),
@@ -646,6 +670,8 @@ MODELOPT_ALGORITHMS: Mapping[str, Quantization] = {
         MODELOPT, form="float8", has_row_scales=True, quantizes_inputs=True
     ),
     "FP8_PB_WO": Quantization(MODELOPT, form="float8", block=(128, 128)),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
 }
 
 
@@ -677,6 +703,9 @@ def _read_algorithm(fields: Fields, others: str = "") -> Quantization:
     if found is None:
         expected = f"octavo reads {', '.join(MODELOPT_ALGORITHMS)}{others}"
         raise fields.error("quant_algo", expected)
+    size = found.group_size
+    if size is not None and fields.get("group_size", size) != size:
+        raise fields.error("group_size", f"octavo reads {size}")
     return found
 
 

@@ -553,10 +553,7 @@ class MxFloat4(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         """See QuantizedWeight.dequantize."""
-        table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=self.packed.device)
-        scales = torch.exp2(self.exponents.float() - 127).unsqueeze(-1)
-        values = _in_groups(table[_nibbles(self.packed).long()], MX_BLOCK)
-        return values.mul_(scales).flatten(-2)
+        return scaled_e2m1(self.packed, torch.exp2(self.exponents.float() - 127))
 
     def cut(self, rows: slice, columns: slice) -> Self:
         """See QuantizedWeight.cut."""
@@ -577,6 +574,17 @@ class MxFloat4(QuantizedWeight):
             torch.cat([each.packed for each in parts], dim=-2),
             torch.cat([each.exponents for each in parts], dim=-2),
         )
+
+
+def scaled_e2m1(packed: Tensor, scales: Tensor) -> Tensor:
+    """The values of e2m1 times a scale for each group of inputs.
+
+    packed: see MxFloat4. scales: float32 [..., out_features, groups], which divide the inputs.
+    """
+    table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=packed.device)
+    values = table[_nibbles(packed).long()]
+    grouped = _in_groups(values, values.shape[-1] // scales.shape[-1])
+    return grouped.mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
 # ---------------------------------------------------------------- inside

@@ -229,7 +229,7 @@ def modelopt(directory: Path, name: str, has_kv_scales: bool = False) -> dict[st
     """name: of one of its configurations."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
-    from modelopt.torch.quantization.qtensor import FP8QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 
     model = dense_model()
     rules = [*getattr(mtq, name)["quant_cfg"], *(mtq.FP8_KV_CFG["quant_cfg"] * has_kv_scales)]
@@ -240,13 +240,14 @@ def modelopt(directory: Path, name: str, has_kv_scales: bool = False) -> dict[st
     for key in [key for key in tensors if key.endswith("proj.weight")]:
         stored, scale = tensors[key], tensors[f"{key}_scale"]
         whole = FP8QTensor(stored.shape, torch.float32, stored)
-        if scale.dim() == 4:
-            sizes = {-1: 128, -2: 128}
-            weights[key] = whole.dequantize(
-                torch.float32, scale=scale[:, 0, :, 0], block_sizes=sizes
-            )
-        else:
-            weights[key] = whole.dequantize(torch.float32, scale=scale.view(-1, 1))
+        options: dict[str, object] = {"scale": scale.view(-1, 1)}
+        if stored.dtype == torch.uint8:
+            whole = NVFP4QTensor((len(scale), 16 * scale.shape[1]), torch.float32, stored)
+            outer = tensors[f"{key}_scale_2"]
+            options = {"scale": scale, "double_scale": outer, "block_sizes": {-1: 16}}
+        elif scale.dim() == 4:
+            options = {"scale": scale[:, 0, :, 0], "block_sizes": {-1: 128, -2: 128}}
+        weights[key] = whole.dequantize(torch.float32, **options)
     return weights
 
 
@@ -282,6 +283,9 @@ SAMPLES: dict[str, Callable[[Path], dict[str, Tensor]]] = {
     "modelopt_fp8": lambda directory: modelopt(directory, "FP8_DEFAULT_CFG", has_kv_scales=True),
     "modelopt_fp8_channel": lambda directory: modelopt(directory, "FP8_PER_CHANNEL_PER_TOKEN_CFG"),
     "modelopt_fp8_block": lambda directory: modelopt(directory, "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"),
+    "modelopt_nvfp4": lambda directory: modelopt(directory, "NVFP4_DEFAULT_CFG"),
+    "nvfp4": lambda directory: llm_compressor(directory, "NVFP4A16"),
+    "mxfp4": lambda directory: llm_compressor(directory, "MXFP4A16"),
 }
 
 
