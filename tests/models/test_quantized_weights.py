@@ -536,6 +536,15 @@ def test_int8_in_groups_of_inputs(tmp_path: Path) -> None:
     expected = (weight - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
     assert torch.equal(loaded(directory)["layers.0.self_attn.k_proj.weight"], expected)
 
+    def shuffle(tensors: dict[str, Tensor]) -> None:
+        change(tensors)
+        tensors[f"{K_PROJ}weight_g_idx"] = groups.int()
+
+    groups = torch.arange(128) % 4
+    expected = (weight - zeros[:, groups]) * scales[:, groups]
+    found = loaded(changed(tmp_path, "int8", shuffle))["layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(found, expected)
+
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
     def add(tensors: dict[str, Tensor]) -> None:

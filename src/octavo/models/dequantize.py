@@ -413,7 +413,10 @@ def _whole_bytes(
         if zeros is not None:
             zeros = _int8_zeros(zeros, names[2])
         unsigned = weight.view(torch.uint8) ^ 128
-        return _grouped(unsigned, scale, zeros, quantization, None, (names[1], names[2], ""))
+        index = "weight_g_idx"  # which torchao does not have
+        return _grouped(
+            unsigned, scale, zeros, quantization, parts.get(index), (names[1], names[2], index)
+        )
     scale = _per_row(scale, len(weight), names[1], quantization.has_row_scales)
     if zeros is not None:
         zeros = _per_row(zeros, len(weight), names[2], len(scale) > 1).expand(len(weight), 1)
