@@ -1062,7 +1062,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (
             LLAMA_2_7B,
             {"quantization_config": {"quant_method": "hqq", "bits": 4}},
-            r"quant_method is 'hqq'; octavo reads fp8, compressed-tensors, awq, gptq, bitsandby",
+            r"quant_method is 'hqq'; octavo reads fp8, compressed-tensors, awq, gptq, auto-ro",
         ),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "every layer .* sliding_attention"),
         (MISTRAL_7B, {"sliding_window": -1}, "sliding_window is -1; it must be a positive"),

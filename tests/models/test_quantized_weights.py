@@ -28,7 +28,8 @@ from octavo.layers.experts import QuantizedExperts
 from octavo.layers.linear import QuantizedLinear, warn_once
 from octavo.models.dequantize import _grouped, _unpacked
 from octavo.models.loader import build_model, load_weights, weight_targets
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.quantization import Quantization
+from octavo.models.quantization_config import read_quantization
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8

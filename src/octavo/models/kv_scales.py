@@ -15,7 +15,7 @@ from octavo.json_fields import Fields
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
-from octavo.models.quantization import KV_SCHEMES, MODELOPT, find_quantization
+from octavo.models.quantization_config import KV_SCHEMES, MODELOPT, find_quantization
 from octavo.ops import KVScales
 from octavo.ops.base import MAX_KV_SCALE, MIN_KV_SCALE
 

@@ -16,7 +16,8 @@ from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP, find_quantization
+from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP
+from octavo.models.quantization_config import find_quantization
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import WeightNames
 from octavo.parallel import Shard

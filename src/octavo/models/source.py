@@ -13,7 +13,8 @@ from typing import ClassVar, Protocol
 from octavo.json_fields import Fields, read_json, read_optional_json
 from octavo.model_files import open_files
 from octavo.models.family import Family
-from octavo.models.quantization import Quantization, find_quantization, read_quantization
+from octavo.models.quantization import Quantization
+from octavo.models.quantization_config import find_quantization, read_quantization
 from octavo.models.safetensors_paths import tensor_names
 from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
