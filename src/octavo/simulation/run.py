@@ -9,6 +9,7 @@ from octavo.bench.memory_use import MemoryUse
 from octavo.bench.traces import TraceRequest, generate_prompts
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
+from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.local_client import LocalClient
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
@@ -87,6 +88,11 @@ class Simulation:
 
     def run(self, until: float | None = None) -> SimulationResult:
         """Serve all requests, or those that can be served in time."""
+        with InterruptsAfter():  # steps have their ends in it, and set no handlers
+            self._serve(until)
+        return self._result()
+
+    def _serve(self, until: float | None) -> None:
         requests = self._requests
         num_added = 0
         while not self._is_over and (until is None or self.clock.now < until):
@@ -99,7 +105,6 @@ class Simulation:
                 self.clock.now = _arrival(requests[num_added])
             else:
                 break
-        return self._result()
 
     def _check_lengths(self) -> None:
         """Every request must be able to run, before the first one does."""
@@ -147,14 +152,15 @@ class Simulation:
         assert number < len(self._executor.spans), "requests wait, and none of them can run"
         scheduler = self.engine.scheduler
         memory = self._memory.steps[number]
-        logical = memory.num_logical_blocks + self._blocks_to_share[number]
+        if shared := self._blocks_to_share[number]:
+            memory = replace(memory, num_logical_blocks=memory.num_logical_blocks + shared)
         self._samples.append(
             StepSample(
                 *self._executor.spans[number],
                 len(scheduler.waiting),
                 len(scheduler.swapped),
                 sum(scheduler.num_preemptions.values()),
-                replace(memory, num_logical_blocks=logical),
+                memory,
             )
         )
         if outputs:
