@@ -177,6 +177,10 @@ def test_the_text_part_of_a_model_with_images(prefix: str, tmp_path: Path) -> No
         (tmp_path / "config.json").write_text(json.dumps(whole))
         with pytest.raises(ModelError, match=f"text_config: {name} is {value}"):
             read_model_config(tmp_path)
+    whole["text_config"] = fields
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"is_causal": False}))
+    with pytest.raises(ModelError, match=r"config\.json: is_causal is False; octavo does not"):
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": 5}))
     with pytest.raises(ModelError, match="text_config is 5; it must be a JSON object"):
         read_model_config(tmp_path)

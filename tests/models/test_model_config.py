@@ -1004,6 +1004,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (GPT2, {"num_attention_heads": 6}, "n_head is 12; but num_attention_heads, .*, is 6"),
         (GPT2, {"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is inf; it must be a pos"),
         (LLAMA_2_7B, {"is_causal": False}, "is_causal is False; octavo does not implement"),
+        (LLAMA_2_7B, {"per_layer_config": {"0": {"skip": ["mlp"]}}}, "per_layer_config is .*does"),
         (LLAMA_2_7B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; octavo"),
         (QWEN25_05B, {"dual_chunk_attention_config": {"chunk_size": 9}}, "octavo does not impl"),
         (LLAMA_2_7B, {"sliding_window": 4096}, "sliding_window is 4096; octavo does not"),

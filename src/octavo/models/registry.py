@@ -73,6 +73,7 @@ UNSERVED = {
     "use_mrope": False,
     "rope_interleave": False,
     "rotary_pct": 1.0,
+    "per_layer_config": None,
 }
 
 # The head in the files of families that quantizers take, and what its values are called there.
@@ -129,6 +130,8 @@ def _read_native(source: ModelSource) -> ModelConfig:
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
+    # Of what is outside the text part, transformers hands this one on.
+    config.refuse("is_causal", UNSERVED["is_causal"])
     description = _as_stored(family.read(text), family, source, quantization is not None)
     has_encoder = description.encoder is not None
     if config.flag("is_encoder_decoder", has_encoder) != has_encoder:
