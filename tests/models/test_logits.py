@@ -215,6 +215,11 @@ def test_the_text_part_of_mistral_3(name: str, has_head: bool, tmp_path: Path) -
     assert_equal(DenseHarness(load(tmp_path), len(PROMPT)).run({0: PROMPT})[0], want)
     config = read_model_config(tmp_path)
     assert (config.family, config.tied_embeddings) == ("mistral3", not has_head)
+    whole["text_config"] = fields | {"bos_token_id": 8, "eos_token_id": 9}
+    for outside, ends in (({}, (9,)), ({"eos_token_id": None}, (9,)), ({"eos_token_id": 7}, (7,))):
+        (tmp_path / "config.json").write_text(json.dumps(whole | outside))
+        config = read_model_config(tmp_path)
+        assert (config.bos_token_id, config.eos_token_ids) == (8, ends)
     whole["text_config"] = fields | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(ModelError, match="text_config: model_type is 'llama'; octavo knows mini"):

@@ -127,6 +127,9 @@ def _read_native(source: ModelSource) -> ModelConfig:
     family = _family_of(config)
     names = source.weight_names(family)
     text = config if family.text_config is None else _text_part(config, family.text_config)
+    # Models with a text part may say there alone which tokens begin and end a text.
+    given = {name: value for name, value in config.values.items() if value is not None}
+    tokens = Fields(config.where, text.values | given)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
@@ -151,13 +154,13 @@ def _read_native(source: ModelSource) -> ModelConfig:
         model_class=family.model_class,
         dtype=_dtype(config),
         quantization=quantization,
-        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         decoder_start_token_id=(
             None
             if description.encoder is None
             else _decoder_start(config, generation, family, description.vocab_size)
         ),
-        eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
+        eos_token_ids=_end_tokens(tokens, generation, family.eos_token_ids, description.vocab_size),
         **_of_output(config, generation, description.vocab_size),
     )
 
