@@ -112,9 +112,11 @@ def test_harmless_extras(tmp_path: Path) -> None:
     logits(changed(tmp_path / "opt", "opt", add_version))
 
     def add_frequencies(tensors: Tensors) -> None:
-        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+        for name in [each for each in tensors if each.endswith(("q_proj.weight", "value.weight"))]:
+            tensors[f"{name.rsplit('.', 2)[0]}.rotary_emb.inv_freq"] = torch.ones(6)
 
-    logits(changed(tmp_path / "llama", "llama", add_frequencies))
+    for name in ("llama", "falcon", "glm", "gpt_neox"):
+        logits(changed(tmp_path / name, name, add_frequencies))
 
 
 def test_tied_embeddings_under_either_name(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ class FamilyCheckpoint:
 
     def is_ignored(self, name: str) -> bool:
         """See Checkpoint.is_ignored."""
-        return any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
+        # Old checkpoints carry the rotary frequencies, which follow from config.json.
+        is_known = name.endswith("rotary_emb.inv_freq")
+        return is_known or any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
 
 
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:

@@ -28,7 +28,7 @@ WEIGHTS = replace(
         "mlp.shared.down": "mlp.shared_experts.down_proj",
     },
     # The layer that predicts a second token, after the 46 or 92 of the model.
-    ignored=(*qwen2_moe.WEIGHTS.ignored, r"layers\.(46|92)\..*"),
+    ignored=(r"layers\.(46|92)\..*",),
 )
 
 

@@ -21,10 +21,7 @@ WEIGHTS = WeightNames(
         "mlp.down": "mlp.dense_4h_to_h",
     },
     prefixes=("gpt_neox.",),
-    ignored=(  # the causal mask, and rotary frequencies, which follow from the config
-        r"layers\.\d+\.attention\.(bias|masked_bias)",
-        r"layers\.\d+\.attention\.rotary_emb\.inv_freq",
-    ),
+    ignored=(r"layers\.\d+\.attention\.(bias|masked_bias)",),  # the causal mask
     qkv_by_head=True,
 )
 

@@ -22,8 +22,6 @@ WEIGHTS = WeightNames(
         "mlp.down": "mlp.down_proj",
     },
     prefixes=("model.",),
-    # Old checkpoints carry the rotary frequencies, which follow from the config.
-    ignored=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
 )
 
 

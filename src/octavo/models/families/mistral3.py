@@ -28,7 +28,7 @@ FAMILY = replace(
     weights=replace(
         mistral.FAMILY.weights,
         prefixes=gemma3.WEIGHTS.prefixes,
-        ignored=(*mistral.FAMILY.weights.ignored, *gemma3.WEIGHTS.ignored),
+        ignored=gemma3.WEIGHTS.ignored,
     ),
     text_config="text_config",
     own_head="lm_head.weight",
