@@ -96,6 +96,20 @@ def test_names_without_prefix(name: str, prefix: str, tmp_path: Path) -> None:
     assert torch.equal(logits(directory), logits(model_zoo.model_directory(name)))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "mixtral", "phimoe", "granitemoe", "gpt_neox"],
+)
+def test_names_in_files_as_transformers_5_holds_them(name: str, tmp_path: Path) -> None:
+    directory = model_zoo.model_directory(name)
+    reference = model_zoo.load_reference(directory)
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    shutil.copy(directory / "config.json", tmp_path)
+    files = [load_file(each / "model.safetensors") for each in (directory, tmp_path)]
+    assert files[0].keys() != files[1].keys()
+    torch.testing.assert_close(logits(tmp_path), logits(directory))
+
+
 def test_harmless_extras(tmp_path: Path) -> None:
     def add_masks(tensors: Tensors) -> None:
         tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)

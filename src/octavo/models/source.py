@@ -76,7 +76,8 @@ class HuggingFaceSource:
 
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""
-        return family.weights
+        names = family.weights
+        return names.in_files(self.tensor_names()) if names.merged else names
 
     def tensor_names(self) -> Collection[str]:
         """See ModelSource.tensor_names."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 _LAYER_MODULE = re.compile(r"(encoder\.)?layers\.(\d+)\.(.+)")
 _RELATIVE_BIAS = re.compile(r"((?:encoder\.)?relative_biases)\.(\d+)")
@@ -29,6 +29,9 @@ class WeightNames:
     prefixes: tuple[str, ...]  # of all names; some checkpoints leave them out
     ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights, without prefixes
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of parts of names
+    # Entries of `layer` in files that transformers 5 wrote as it holds them (save_original_format):
+    # there, the experts of a layer are two tensors.
+    merged: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False  # layers keep projections as [in_features, out_features]
     # The merged QKV projection has, for each KV head, its queries, its key and its value.
     qkv_by_head: bool = False
@@ -42,6 +45,13 @@ class WeightNames:
         if not self.aliases:
             return name
         return ".".join(self.aliases.get(part, part) for part in name.split("."))
+
+    def in_files(self, tensor_names: Collection[str]) -> WeightNames:
+        """Those in files that have tensors of these names: see `merged`."""
+        experts = self.merged.get("mlp.experts", ())
+        if not any(name.endswith(experts) for name in tensor_names):
+            return self
+        return replace(self, layer={**self.layer, **self.merged})
 
     def of(self, path: str) -> tuple[str, ...]:
         """The checkpoint's names, without prefix, of the module at `path` in the model."""

@@ -21,6 +21,7 @@ WEIGHTS = WeightNames(
         "mlp.down": "mlp.dense_4h_to_h",
     },
     prefixes=("gpt_neox.",),
+    aliases={"lm_head": "embed_out"},  # as transformers 5 holds it
     ignored=(r"layers\.\d+\.attention\.(bias|masked_bias)",),  # the causal mask
     qkv_by_head=True,
 )

@@ -20,6 +20,13 @@ WEIGHTS = replace(
             "block_sparse_moe.output_linear.weight",
         ),
     },
+    merged={
+        "mlp.router": "block_sparse_moe.router",
+        "mlp.experts": (
+            "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.experts.down_proj",
+        ),
+    },
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families import llama
+from octavo.models.families import llama, qwen2_moe
 from octavo.models.families.common import (
     count_experts,
     read_experts,
@@ -24,6 +24,7 @@ WEIGHTS = replace(
         "mlp.router": "block_sparse_moe.gate",
         "mlp.experts": tuple(f"block_sparse_moe.experts.*.{name}" for name in ("w1", "w3", "w2")),
     },
+    merged={**qwen2_moe.WEIGHTS.merged, "mlp.router": "mlp.gate"},
 )
 
 

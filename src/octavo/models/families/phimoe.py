@@ -19,6 +19,8 @@ from octavo.models.families.common import (
 from octavo.models.family import Family
 from octavo.routing import Scoring
 
+WEIGHTS = replace(mixtral.WEIGHTS, merged={**mixtral.WEIGHTS.merged, "mlp.router": "mlp.router"})
+
 
 def read(config: Fields) -> ModelDescription:
     """Describe a PhimoeForCausalLM by its config.json."""
@@ -76,6 +78,6 @@ FAMILY = Family(
     other_names=("PhiMoEForCausalLM",),
     note="Phi-3.5-MoE; LongRoPE by max_model_len",
     read=read,
-    weights=mixtral.WEIGHTS,
+    weights=WEIGHTS,
     eos_token_ids=(2,),
 )

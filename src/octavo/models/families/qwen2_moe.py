@@ -32,6 +32,7 @@ WEIGHTS = replace(
         "mlp.shared.down": "mlp.shared_expert.down_proj",
         "mlp.shared_gate": "mlp.shared_expert_gate",
     },
+    merged={"mlp.experts": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")},
 )
 
 
