@@ -19,7 +19,7 @@ from octavo.structured.constraint import (
     set_bits,
     words_of,
 )
-from octavo.worker import mask_rules
+from octavo.worker import mask_rules, row_masks
 from octavo.worker.mask_rules import Int32s
 from octavo.worker.row_masks import MaskedRows, Masks, PendingMasks, RowMasks
 from worker.fake_constraints import Rising, RisingLibrary, no_grammars, rising_masks
@@ -100,6 +100,21 @@ def test_min_tokens_counts_output_tokens() -> None:
     spec = SamplingSpec(min_tokens=2, end_token_ids=(1,))
     for number, is_masked in ((0, True), (1, True), (2, False), (3, False)):
         assert (1 not in mask_of(spec, [0] * number, [0] * 4)) == is_masked
+
+
+def test_no_step_goes_through_a_client_s_end_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be most of the vocabulary."""
+    masks, ends = rising_masks(4, SIZE), tuple(range(9, SIZE))
+    masks.open(1, SamplingSpec(min_tokens=4, end_token_ids=ends))
+    masks.open(2, replace(RISING, end_token_ids=ends))
+    listed: list[int] = []
+    for module, name in ((mask_rules, "clear_bits"), (row_masks, "set_bits")):
+        monkeypatch.setattr(module, name, lambda _, ids: listed.extend(ids), raising=False)
+    for output in ([], [3], [3, 4], [3, 4, 5]):
+        filled = fill(masks, {1: ((1, 2), output), 2: ((1, 2), output)})
+        assert tokens_of(filled.words[0]) == list(range(9))
+    assert tokens_of(filled.words[1])[-len(ends) :] == list(ends), "it may end here"
+    assert not listed
 
 
 @pytest.mark.parametrize(

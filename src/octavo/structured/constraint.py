@@ -107,10 +107,15 @@ def num_words(vocab_size: int) -> int:
 
 
 def words_of(token_ids: Sequence[int], vocab_size: int) -> Words:
-    """The mask of some tokens."""
-    words = np.zeros(num_words(vocab_size), np.int32)
-    set_bits(words, token_ids)
-    return words
+    """The mask of some tokens, which may be most of the vocabulary."""
+    bits = np.zeros(num_words(vocab_size) * WORD_BITS, np.bool_)
+    bits[np.asarray(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def has_bit(words: Words, token_id: int) -> bool:
+    """Whether a token is in a mask."""
+    return bool(words[token_id // WORD_BITS] >> token_id % WORD_BITS & 1)
 
 
 def set_bits(words: Words, token_ids: Sequence[int]) -> None:

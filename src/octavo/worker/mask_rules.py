@@ -48,6 +48,7 @@ def apply_rules(
     words: Words,
     spec: SamplingSpec,
     allowed: Words | None,
+    ends: Words,
     bad_words: BadWords,
     text: Int32s,
     num_prompt: int,
@@ -57,6 +58,7 @@ def apply_rules(
     Args:
         words: [num_words].
         allowed: the words of `spec.allowed_token_ids`.
+        ends: those of `spec.end_token_ids`.
         bad_words: of `spec`.
         text: the tokens so far, of which `num_prompt` are the prompt.
     """
@@ -64,7 +66,7 @@ def apply_rules(
     if allowed is not None:
         words &= allowed
     if len(output) < spec.min_tokens:
-        _take_out(words, spec.end_token_ids, gives_way=spec.grammar is not None)
+        _take_out(words, (), gives_way=spec.grammar is not None, others=~ends)
     bad = bad_words.of_output.at(output) + bad_words.of_text.at(text)
     if spec.no_repeat_ngram_size:
         bad += repeating(text, spec.no_repeat_ngram_size)

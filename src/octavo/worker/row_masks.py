@@ -31,8 +31,8 @@ from octavo.structured.constraint import (
     Filling,
     TokenConstraint,
     Words,
+    has_bit,
     num_words,
-    set_bits,
     words_of,
 )
 from octavo.worker.mask_rules import (
@@ -94,6 +94,7 @@ class _State:
 
     spec: SamplingSpec
     allowed: Words | None
+    ends: Words  # of the end tokens, of which a client may give most of the vocabulary
     bad_words: BadWords
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
     constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
@@ -204,7 +205,7 @@ class _Filling:
         """Take in what was found out of some of the masks."""
         for k in np.flatnonzero(filled.is_accepting).tolist():
             i = which[k]
-            set_bits(self.words[self.places[i]], self.states[i].spec.end_token_ids)
+            self.words[self.places[i]] |= self.states[i].ends
         for k, reason in filled.errors.items():
             self.fail(self.places[which[k]], reason)
 
@@ -366,7 +367,8 @@ class RowMasks:
         other = words or spec.thinking or spec.forced_tokens or spec.min_tokens
         has_rules = bool(other or compiled is None or allowed is not None)
         bad_words = bad_words_of(spec.bad_words, spec.bad_sequences, self._vocab_size)
-        self._reset(row, _State(spec, allowed, bad_words, compiled), has_rules)
+        ends = words_of(spec.end_token_ids, self._vocab_size)
+        self._reset(row, _State(spec, allowed, ends, bad_words, compiled), has_rules)
 
     def _reset(self, row: int, state: _State | None, has_rules: bool) -> None:
         self._states[row] = state
@@ -387,7 +389,7 @@ class RowMasks:
         if state is None:
             self._reset(child, None, False)
             return
-        copy = _State(state.spec, state.allowed, state.bad_words, state.compiled)
+        copy = _State(state.spec, state.allowed, state.ends, state.bad_words, state.compiled)
         self._reset(child, copy, bool(self._has_rules[parent]))
         if state.constraint is not None and not state.is_late:  # else the copy makes its own
             self._settle(parent, state)
@@ -517,7 +519,7 @@ class RowMasks:
         columns = places.tolist(), states, lasts, follows.tolist()
         for i, (place, state, last, is_next) in enumerate(zip(*columns, strict=True)):
             new: Sequence[int] | None
-            if is_next and state.apart is None and last not in state.spec.end_token_ids:
+            if is_next and state.apart is None and not has_bit(state.ends, last):
                 new = (last,)
             else:
                 row = int(picked.rows[i])
@@ -600,7 +602,7 @@ class RowMasks:
             first += num_accepted
         new: list[int] = text[first : int(row.num_tokens[0])].tolist()
         output = new[max(0, num_prompt - first) :]  # what it began with does not end it
-        if any(token_id in output for token_id in state.spec.end_token_ids):
+        if any(has_bit(state.ends, token_id) for token_id in output):
             return None
         state.constraint = constraint
         return new
@@ -622,7 +624,8 @@ class RowMasks:
             num_prompt = int(rows.num_prompt_tokens[place])
             text = token_ids[rows.rows[place], : rows.num_tokens[place]]
             state = states[place]
-            apply_rules(words[place], state.spec, state.allowed, state.bad_words, text, num_prompt)
+            masks = state.allowed, state.ends, state.bad_words
+            apply_rules(words[place], state.spec, *masks, text, num_prompt)
         # Nearly every mask has a token in its first words: the others are looked at as a whole.
         suspects = np.flatnonzero(~words[:, :FIRST_WORDS].any(axis=1))
         for place in suspects[~words[suspects].any(axis=1)].tolist():
