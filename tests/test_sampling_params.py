@@ -98,6 +98,10 @@ BAD_BEAMS: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 2, "length_penalty": 10**400}, "length_penalty: about 2**1328 is not finite"),
     ({"beam_width": 2, "length_penalty": 300}, "length_penalty: 300.0 is not between -32.0 and"),
     ({"beam_width": 2, "length_penalty": -300}, "length_penalty: -300.0 is not between -32.0 and"),
+    (
+        {"beam_width": 2, "stop_token_ids": range(129)},
+        "stop_token_ids: 129 are more than the 128 that a beam search takes",
+    ),
     ({"beam_width": 2, "early_stopping": "always"}, "early_stopping: 'always' is not true, false"),
     ({"beam_width": 2, "early_stopping": 1}, "early_stopping: 1 is not true, false or 'never'"),
     ({"beam_width": 2, "early_stopping": None}, "early_stopping: None is not true, false"),
@@ -286,10 +290,12 @@ def test_bad_words_of_too_many_tokens_are_refused() -> None:
 
 
 def test_beams_ask_for_enough_candidates() -> None:
+    """So many that `beam_width` are left without the end tokens, whose number adds to theirs."""
     assert BeamSearchParams(4).to_spec([]).num_candidates == 8
     assert BeamSearchParams(4).to_spec([2]).num_candidates == 8
-    assert BeamSearchParams(4).to_spec([2, 3]).num_candidates == 12
-    assert BeamSearchParams(4, stop_token_ids=[5]).to_spec([2]).num_candidates == 12
+    assert BeamSearchParams(4).to_spec([2, 3]).num_candidates == 8
+    assert BeamSearchParams(4, stop_token_ids=[5]).to_spec([2]).num_candidates == 8
+    assert BeamSearchParams(4, stop_token_ids=range(3, 103)).to_spec([2]).num_candidates == 105
     assert BeamSearchParams(4, ignore_eos=True).to_spec([2, 3]).num_candidates == 8
     assert BeamSearchParams(4).num_return_sequences == 4
     assert BeamSearchParams(4, num_return_sequences=2).num_return_sequences == 2

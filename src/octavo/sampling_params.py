@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 1_024  # characters of a stop string or a bad word
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
+MAX_BEAM_STOP_TOKENS = 128  # each of them is one candidate more for every beam
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
@@ -476,7 +477,7 @@ class BeamSearchParams(_Parameters):
     ignore_eos: bool = False
     """Go on after the model's end tokens, up to `max_tokens`."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end a hypothesis, beside the model's own end tokens."""
+    """Tokens that end a hypothesis, beside the model's own end tokens; at most 128."""
     structured: StructuredOutput | None = None
     """The form of all hypotheses, such as StructuredOutput(json_schema={...}), or a mapping with
     its fields."""
@@ -499,6 +500,12 @@ class BeamSearchParams(_Parameters):
                 "num_return_sequences",
                 f"{self.num_return_sequences} is more than beam_width ({self.beam_width})",
             )
+        if len(self.stop_token_ids) > MAX_BEAM_STOP_TOKENS:
+            raise InvalidRequest(
+                "stop_token_ids",
+                f"{len(self.stop_token_ids)} are more than the {MAX_BEAM_STOP_TOKENS} that a beam "
+                "search takes",
+            )
 
     def check_against(self, vocab_size: int, max_logprobs: int) -> None:
         """Check what depends on the model; `max_logprobs` limits nothing here.
@@ -513,13 +520,13 @@ class BeamSearchParams(_Parameters):
     ) -> SamplingSpec:
         """The parameters that the worker needs: how many candidates each beam must have.
 
-        If all end tokens are among a beam's candidates, `beam_width` others must still be left
-        (transformers: `max(2, 1 + n_eos_tokens) * num_beams`).
+        If all end tokens are among a beam's candidates, `beam_width` others must still be left;
+        more than that from one beam are never kept.
         """
         ends = _end_token_ids(self, eos_ids)
         grammar = _grammar(self, ends)
         return SamplingSpec(
-            num_candidates=max(2, 1 + len(ends)) * self.beam_width,
+            num_candidates=self.beam_width + max(self.beam_width, len(ends)),
             grammar=grammar,
             num_begun=_num_begun(self),
             repetition_penalty=self.repetition_penalty,

@@ -283,7 +283,7 @@ class Searching(Protocol):
     wants: Literal["candidates"]
     max_sequences: int
     max_length: int
-    num_candidates: int  # requested for each sequence, and considered in a step
+    num_candidates: int  # considered in a step, of all sequences
 
     def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
         """Whether this step neither ends a sequence nor the search, as is true of most steps.
