@@ -350,15 +350,26 @@ def test_the_encoder_s_tokens_count_against_the_budget() -> None:
         assert here.names("running") == names
 
 
-def test_an_input_waits_until_the_others_leave_it_room() -> None:
-    here = world(max_num_batched_tokens=13, num_blocks=60)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_input_that_leaves_the_running_no_room_has_a_step_of_its_own(depth: int) -> None:
+    """Requests behind it would wait until enough of the running ones have ended. Between two such
+    inputs the running ones go on, and they are not left out for an input that is cached."""
+    here = world(max_num_batched_tokens=13, num_blocks=200, max_num_seqs=8, depth=depth)
     for number in range(3):
-        add(here, f"small{number}", (number,), num_output_tokens=6)
+        add(here, f"small{number}", (number,), num_output_tokens=30)
     here.step()
-    large = add(here, "large", (1,) * 12, num_output_tokens=2)
-    finished = [request.request_id for request in here.run()]
-    assert finished[-1] == "large"
-    assert large.finished[0].num_output_tokens == 2
+    for number, token in enumerate((1, 2, 2)):
+        add(here, f"large{number}", (token,) * 12, num_output_tokens=2)
+    add(here, "behind", (6,), num_output_tokens=2)
+    plans = []
+    while "behind" in here.scheduler.requests:
+        plans.append(here.step()[0])
+        assert plans[-1].num_tokens + plans[-1].num_encoder_tokens <= 13
+    assert [encoded(plan) for plan in plans if 12 in encoded(plan)] == [[12], [12]]
+    assert {len(plan.seq_ids) for plan in plans if 12 in encoded(plan)} == {1}
+    assert len(plans) < 12
+    assert {"small0", "small1", "small2"} <= here.scheduler.requests.keys()
+    here.run()
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ class Scheduler:
         # id; they are, once one can, or if there is nothing else to do.
         self._resting: dict[Request, set[int]] = {}
         self._watermark = int(config.watermark * kv.pool.num_blocks)
+        self._has_paused = False  # whether the latest step leaves all running requests out
         self._next_number = 0
         self._next_step = 0
 
@@ -185,11 +186,13 @@ class Scheduler:
         self.queues.recall(self.kv.is_in_progress, self.queues.num_free_slots + MAX_DEFERRALS)
         if self.queues.ready:
             self._displace_running(builder)
-        self._continue_running(builder)
-        if self.swapped and not builder.ran_out_of_blocks:
-            self._resume_swapped(builder)
-        if self.queues.ready and not builder.ran_out_of_blocks:
-            self._admit_waiting(builder)
+        self._has_paused = not self._has_paused and self._start_alone(builder)
+        if not self._has_paused:
+            self._continue_running(builder)
+            if self.swapped and not builder.ran_out_of_blocks:
+                self._resume_swapped(builder)
+            if self.queues.ready and not builder.ran_out_of_blocks:
+                self._admit_waiting(builder)
         if self._resting and builder.is_empty and not self.in_flight:
             self._resting.clear()
             self._continue_running(builder)
@@ -252,6 +255,21 @@ class Scheduler:
         if demand.num_blocks > free + self.kv.num_table_entries(held):
             return False
         return demand.num_blocks <= free + self.kv.num_releasable_blocks(held, demand.hit)
+
+    # ---------------------------------------------------------------- a step without running ones
+
+    def _start_alone(self, builder: PlanBuilder) -> bool:
+        """Start the first waiting request if no step has room for its encoder's input beside the
+        running sequences, and leave these out of the step. Else it would wait until enough of them
+        have ended, and requests behind it would, too."""
+        head, room = self.queues.ready.first(), builder.budget - self.queues.num_running_seqs
+        if head is None or not head.encoder_token_ids or len(head.encoder_token_ids) < room:
+            return False
+        if builder.started or head.is_pending or not self._may_pass(head, self._next_swapped()):
+            return False
+        if self._demand(head, builder).hit.num_to_encode < room:
+            return False  # it is cached
+        return self._admit(head, builder, builder.budget) is Admission.STARTED
 
     # ---------------------------------------------------------------- running requests
 
