@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import model_zoo
 from daily_cases import checkered
@@ -147,3 +148,22 @@ def test_config_json_has_the_rules_where_there_is_no_generation_config(tmp_path:
     path.write_text(json.dumps(fields | rules | {"do_sample": True}))
     sampling = {"repetition_penalty": 1.7, "temperature": 0.5}
     assert read_model_config(tmp_path).sampling_defaults == sampling
+
+
+@pytest.mark.parametrize(("bos", "first"), [(0, 0), (None, 9)])
+def test_an_old_config_json_forces_the_first_token_in_other_words(
+    bos: int | None, first: int, tmp_path: Path
+) -> None:
+    """As those of BART's first summarizers; transformers reads it from config.json alone."""
+    old = {"force_bos_token_to_be_generated": True, "forced_bos_token_id": 9, "bos_token_id": bos}
+    path = directory_with({}, tmp_path) / "config.json"
+    fields = json.loads(path.read_text()) | old
+    path.unlink()  # a link
+    path.write_text(json.dumps(fields))
+    assert read_model_config(tmp_path).decoding_rules.first_token_id is None
+    (tmp_path / "generation_config.json").unlink()
+    theirs = transformers.GenerationConfig.from_pretrained(
+        tmp_path, config_file_name="config.json", _from_model_config=True
+    )
+    rules = read_model_config(tmp_path).decoding_rules
+    assert rules.first_token_id == theirs.forced_bos_token_id == first

@@ -323,11 +323,19 @@ def _decoder_start(config: Fields, generation: Fields, family: Family, vocab_siz
 def _of_output(config: Fields, generation: Fields, vocab_size: int) -> dict[str, Any]:
     """What a model's files say of its output, from generation_config.json; older models without one
     have it in config.json."""
-    where = generation if generation.where else config
+    where = generation if generation.where else _with_first_token(config)
     return {
         "sampling_defaults": _sampling_defaults(where),
         "decoding_rules": read_decoding_rules(where, vocab_size),
     }
+
+
+def _with_first_token(config: Fields) -> Fields:
+    """config.json with forced_bos_token_id where an old one says in other words that it is BOS."""
+    first = config.get("bos_token_id", None)
+    if first is None or not config.flag("force_bos_token_to_be_generated", False):
+        return config
+    return Fields(config.where, config.values | {"forced_bos_token_id": first})
 
 
 def _sampling_defaults(generation: Fields) -> dict[str, Any]:
