@@ -267,6 +267,8 @@ class Scheduler:
             return False
         if builder.started or head.is_pending or not self._may_pass(head, self._next_swapped()):
             return False
+        if self._was_refused(head, self.kv.num_free_blocks):
+            return False
         if self._demand(head, builder).hit.num_to_encode < room:
             return False  # it is cached
         return self._admit(head, builder, builder.budget) is Admission.STARTED
