@@ -53,6 +53,29 @@ def test_decodes_never_starve() -> None:
         assert plan.seq_ids[0] == young.sequences[0].seq_id
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_that_is_not_chunked_may_leave_the_running_out_of_its_step(depth: int) -> None:
+    """Else it and those behind it would wait until enough of the running ones have ended. One
+    that fits beside them leaves nobody out."""
+    world = World(
+        num_blocks=100, max_num_batched_tokens=12, max_num_seqs=8, depth=depth,
+        enable_chunked_prefill=False, enable_prefix_caching=False,
+    )  # fmt: skip
+    for number in range(3):
+        world.add(f"small{number}", 2, 30)
+    world.step()
+    for number, length in enumerate((9, 12, 10)):
+        world.add(f"large{number}", length, 2)
+    plans = []
+    while {"large0", "large1", "large2"} & world.scheduler.requests.keys():
+        plans.append(world.step()[0].num_scheduled_tokens)
+        assert sum(plans[-1]) <= 12
+    assert [plan for plan in plans if max(plan) > 1] == [[1, 1, 1, 9], [12], [10]]
+    assert len(plans) < 12
+    assert {"small0", "small1", "small2"} <= world.scheduler.requests.keys()
+    world.run()
+
+
 def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
     world = World(
         num_blocks=6, preemption_mode="recompute", enable_prefix_caching=False, max_passes=0

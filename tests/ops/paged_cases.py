@@ -40,7 +40,7 @@ def make_paged(
     shape = (len(cached) * blocks + 1, 2, num_kv_heads, 2, block_size, head_dim)
     cache = torch.full(shape, float("nan"), dtype=dtype, device=device)[:, 1]
     table = (torch.randperm(len(cached) * blocks) + 1).view(len(cached), blocks)
-    kv = torch.randn(2, len(cached), capacity, num_kv_heads, head_dim).to(dtype).to(device)
+    kv = torch.randn(2, len(cached), capacity, num_kv_heads, head_dim, device=device).to(dtype)
     for seq, count in enumerate(cached):
         token = torch.arange(count)
         slots = table[seq, token // block_size].to(device), (token % block_size).to(device)

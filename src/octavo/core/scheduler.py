@@ -245,8 +245,7 @@ class Scheduler:
         slots += sum(other.method.max_sequences for other in leaving)
         room = builder.budget - self.queues.num_running_seqs
         room += sum(len(other.sequences) for other in leaving)
-        least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
-        if request.method.max_sequences > slots or room - demand.hit.num_to_encode < least:
+        if request.method.max_sequences > slots or room < self._least_at_once(demand):
             return False
         held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
         free = self.kv.num_free_blocks - self._num_reserved_blocks
@@ -259,19 +258,30 @@ class Scheduler:
     # ---------------------------------------------------------------- a step without running ones
 
     def _start_alone(self, builder: PlanBuilder) -> bool:
-        """Start the first waiting request if no step has room for its encoder's input beside the
-        running sequences, and leave these out of the step. Else it would wait until enough of them
-        have ended, and requests behind it would, too."""
+        """Start the first waiting request if what it must compute at once, its encoder's input or
+        a prompt that is not chunked, has no room in a step beside the running sequences, and leave
+        these out of the step. Else it would wait until enough of them have ended, and requests
+        behind it would, too."""
         head, room = self.queues.ready.first(), builder.budget - self.queues.num_running_seqs
-        if head is None or not head.encoder_token_ids or len(head.encoder_token_ids) < room:
+        if head is None:
+            return False
+        most = 1 if self.config.enable_chunked_prefill else head.sequences[0].num_tokens
+        if len(head.encoder_token_ids) + most <= room:
+            return False
+        if not self.kv.batch_formation.is_open(self.running):
             return False
         if builder.started or head.is_pending or not self._may_pass(head, self._next_swapped()):
             return False
         if self._was_refused(head, self.kv.num_free_blocks):
             return False
-        if self._demand(head, builder).hit.num_to_encode < room:
-            return False  # it is cached
+        if self._least_at_once(self._demand(head, builder)) <= room:
+            return False  # enough of it is cached
         return self._admit(head, builder, builder.budget) is Admission.STARTED
+
+    def _least_at_once(self, demand: Demand) -> int:
+        """Tokens that the first step of a waiting request has to compute."""
+        least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
+        return demand.hit.num_to_encode + least
 
     # ---------------------------------------------------------------- running requests
 
@@ -512,12 +522,10 @@ class Scheduler:
             excess = demand.hit.num_tokens
             demand.hit = self.kv.without_partial(demand.hit)
             demand.num_tokens += excess - demand.hit.num_tokens
-        num_to_encode = demand.hit.num_to_encode  # in one step
-        room -= num_to_encode
-        least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
-        if least > room:
+        if self._least_at_once(demand) > room:
             return Admission.NO_ROOM
-        num_tokens = min(demand.num_tokens, room)
+        num_to_encode = demand.hit.num_to_encode
+        num_tokens = min(demand.num_tokens, room - num_to_encode)
         if quota is not None:
             num_planned = self.config.max_num_batched_tokens - builder.budget
             has_prompt = num_planned > builder.num_rows
