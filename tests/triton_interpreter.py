@@ -27,6 +27,7 @@ def prepare_the_interpreter() -> None:
     _leave_out_unheard_checks()
     _keep_types_of_numpy()
     _keep_shapes()
+    _look_up_short_floats()
 
 
 class _Programs:
@@ -189,3 +190,23 @@ def _keep_shapes() -> None:
 
     core.block_type.__init__ = init_type
     core.tensor.__init__ = init_tensor
+
+
+def _look_up_short_floats() -> None:
+    """Numbers of 8 and 16 bits are converted bit by bit each time, but there are few of them."""
+    from triton.runtime import interpreter
+
+    convert: Callable[..., Any] = interpreter._convert_float
+    tables: dict[tuple[str, str, Any], Any] = {}
+
+    def look_up(given: Any, of: Any, to: Any, rounding: Any) -> Any:
+        num_bits = of.primitive_bitwidth
+        if num_bits > 16:
+            return convert(given, of, to, rounding)
+        key = of.name, to.name, rounding
+        bits = np.dtype(f"uint{num_bits}")
+        if key not in tables:
+            tables[key] = convert(np.arange(2**num_bits).astype(bits), of, to, rounding)
+        return tables[key][np.frombuffer(given.tobytes(), bits)].reshape(given.shape)
+
+    interpreter._convert_float = look_up

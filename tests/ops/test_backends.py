@@ -21,6 +21,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
+from daily_cases import checkered
 from octavo.errors import ConfigError
 from octavo.ops import KVScales, LayerPlace, LayerSpec, ScoreFunction, load_backend
 from octavo.ops.base import AttentionBackend
@@ -58,13 +59,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def describe(case: Case) -> str:
-    return f"block{case.block_size}-dim{case.head_dim}-group{case.group}-window{case.window}"
-
-
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=describe)
+@pytest.mark.parametrize(("case", "dtype"), checkered(CASES, DTYPES.values()))
 def test_cpu_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     bench, reference = Bench("cpu", case), Bench("reference", case)
@@ -79,8 +75,7 @@ def test_cpu_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CASES[1:10:2], ids=describe)
+@pytest.mark.parametrize(("case", "dtype"), checkered(CASES[1:10:2], DTYPES.values()))
 def test_cpu_agrees_with_the_reference_over_an_fp8_cache(case: Case, dtype: torch.dtype) -> None:
     """Where heads are not rotated, what is cached is the same to the bit: rotated ones may have
     been rounded to the other side of a step of e4m3 before."""
@@ -88,8 +83,10 @@ def test_cpu_agrees_with_the_reference_over_an_fp8_cache(case: Case, dtype: torc
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(("window", "kv_scales"), [(None, None), (50, None), (50, SCALES)])
+@pytest.mark.parametrize(
+    ("window", "kv_scales", "dtype"),
+    checkered([(None, None), (50, None), (50, SCALES)], DTYPES.values()),
+)
 def test_cpu_result_depends_on_the_sequence_alone(
     dtype: torch.dtype, window: int | None, kv_scales: KVScales | None
 ) -> None:

@@ -14,6 +14,7 @@ from numba import int32 as int32_type
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from daily_cases import checkered
 from octavo.ops.cpu import int8, int8_kernel, int8_packed, row_ops
 from octavo.ops.cpu.int8 import (
     CHUNK_TOKENS,
@@ -77,19 +78,21 @@ def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("product", "rows_by")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "out_features", "in_features"),
-    [
-        (1, 48, 64),
-        (3, 34, 70),
-        (17, 6, 1100),
-        (CHUNK_TOKENS + 1, 66, 33),
-        (0, 8, 16),
-        (2, 2, 1),
-        (49, 160, 128),
-    ],
+    ("num_tokens", "out_features", "in_features", "dtype"),
+    checkered(
+        [
+            (1, 48, 64),
+            (3, 34, 70),
+            (17, 6, 1100),
+            (CHUNK_TOKENS + 1, 66, 33),
+            (0, 8, 16),
+            (2, 2, 1),
+            (49, 160, 128),
+        ],
+        DTYPES,
+    ),
 )
 def test_products_are_those_of_rounded_inputs(
     dtype: torch.dtype, has_bias: bool, num_tokens: int, out_features: int, in_features: int
@@ -260,9 +263,9 @@ def test_our_product_has_the_bits_of_onednn_s(num_tokens: int, threads: int) -> 
 
 
 @pytest.mark.usefixtures("product")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL, Epilogue.CLAMPED_SWIGLU]
+    ("epilogue", "dtype"),
+    checkered([Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL, Epilogue.CLAMPED_SWIGLU], DTYPES),
 )
 def test_gates_are_applied_to_scaled_sums(dtype: torch.dtype, epilogue: Epilogue) -> None:
     x, form = operands(70, 224, 96)

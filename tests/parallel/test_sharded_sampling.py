@@ -189,7 +189,7 @@ def deal(communicator: Communicator, logits: Tensor) -> tuple[Tensor, int, Tenso
     return dealt, first, vocabulary.collect(numbers, len(logits))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_row_is_dealt_once(size: int, ranks: RanksOf) -> None:
     """Also where the last ranks get none."""
     for number in (1, 2, 5, 8, 9):
