@@ -224,6 +224,26 @@ def test_a_line_may_end_before_the_reasoning(world: World, is_required: bool) ->
 
 
 @pytest.mark.parametrize("name", formats())
+def test_names_of_tools_and_arguments_are_read_as_they_are_demanded(
+    world: World, name: str
+) -> None:
+    format_ = find_format(None, calls=name, reasoning="none")
+    names = ("user id", "a'b", 'c"d', " e=", "é-f")
+    members = {each: {"type": "integer", "enum": [7, 8]} for each in names}
+    schema = {"type": "object", "properties": members, "required": list(names)}
+    schema["additionalProperties"] = False
+    for tool in ("3d", "a:b/c.d-e"):
+        call = CallForm(tool, schema, is_strict=True)
+        parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", [call], True, False)
+        text = next(filter(None, (world.say(seed, parts) for seed in range(40))))
+        parser = format_.parser("", {tool: members})
+        begin, arguments, _ = joined([*parser.feed(text), *parser.finish()])
+        assert begin == ToolCallBegin(0, tool)
+        assert isinstance(arguments, ToolCallArguments)
+        jsonschema.validate(json.loads(arguments.text), schema)
+
+
+@pytest.mark.parametrize("name", formats())
 def test_a_property_that_is_no_schema_is_refused(world: World, name: str) -> None:
     call = CallForm("f", {"type": "object", "properties": {"x": None}})
     tokens = world.tokenizer.added_tokens

@@ -193,6 +193,16 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
         ),
         ('[f(x="""a "g(y=1)" b""")]', call(0, "f", '{"x": "a \\"g(y=1)\\" b"}')),
         ("[f(x=1, x=2)]", [Content("[f(x=1, x=2)]")]),
+        (
+            """[3d(x=1, **{"user id": 2, "a'b=c(": [3]}, **{}), g(**{})]""",
+            [*call(0, "3d", """{"x": 1, "user id": 2, "a'b=c(": [3]}"""), *call(1, "g", "{}")],
+        ),
+        *((text, [Content(text)]) for text in ('[f(x=1, **{"x": 2})]', "[f(**[1])]")),
+        # Escapes that only JSON has, in the quotes that it has.
+        (
+            r"""[f(x="a\\/b\/c\"\n\d", y='\/\'', z=r"\/\n")]""",
+            call(0, "f", r"""{"x": "a\\/b/c\"\n\\d", "y": "\\/'", "z": "\\/\\n"}"""),
+        ),
         ("[f(x='a, g(y=1)]", [Content("[f(x='a, g(y=1)]")]),
     ],
     "olmo3": [

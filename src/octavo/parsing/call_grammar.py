@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.parsing.formats import AnswerFormat, CallSyntax, Thinking, around_argument, named
+from octavo.parsing.values import is_name_of_argument
 
 Part = dict[str, str]  # name, kind and source
 
@@ -218,7 +219,11 @@ class _Writer:
 
     def _member(self, prefix: str, name: str, schema: Any, is_strict: bool) -> str:
         if self._syntax.notation == "python":
-            return f"{self._literal(f'{name}=')} {self._json(prefix, schema, is_strict)}"
+            begin, end = f"{name}=", ""
+            if not is_name_of_argument(name):
+                begin, end = f"**{{{json.dumps(name, ensure_ascii=False)}: ", "}"
+            value = self._json(prefix, schema, is_strict)
+            return f"{self._literal(begin)} {value} {self._literal(end)}"
         before, closing = around_argument(self._syntax, name)
         opening = self._literal(before)
         if _may_be_text(schema):

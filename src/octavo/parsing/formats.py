@@ -345,7 +345,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         {
             "open_pattern": (
                 rf"\A{_SPACES}(?:<\|python_start\|>{_SPACES})?"
-                rf"(?=\[{_SPACES}[A-Za-z_][\w.:/-]{{0,255}}\()"
+                rf"(?=\[{_SPACES}\w[\w.:/-]{{0,255}}\()"
             ),
             "close_pattern": r"<\|python_end\|>",
             "content": "python-calls",
@@ -407,7 +407,7 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         {
             "open_pattern": (
                 r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?"
-                rf" to=functions\.(?P<name>[\w.-]{_LONG})(?:<\|channel\|>(?:commentary|analysis))?"
+                rf" to=functions\.(?P<name>[^\s<]{_LONG})(?:<\|channel\|>(?:commentary|analysis))?"
                 rf"{_SPACES}(?:<\|constrain\|>{_SPACES})?(?:json)?<\|message\|>"
             ),
             "close_pattern": r"<\|call\|>",

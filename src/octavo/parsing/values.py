@@ -125,21 +125,33 @@ def _inner(text: str, arguments: Arguments) -> Any:
     return parsed(parser.get("name", "text"), text, parser.get("args", {}))
 
 
+_NAME = r"[\w$@][\w.:/$@-]*+"
 # A string, or a word, before its arguments or its value or elsewhere. What is not closed ends with
 # the text, so that nothing is searched twice.
 _STRING_OR_NAME = regex.compile(
-    r"""(?P<quote>"{3}|'{3}|["'])(?:\\.|(?!(?P=quote))[^\\])*+(?:(?P=quote)|\\?\Z)"""
-    r"""|(?P<name>[\w$@][\w.:/$@-]*+)(?P<after>\s*+[(=])?""",
+    r"""(?P<raw>[rR])?(?P<quote>"{3}|'{3}|["'])(?:\\.|(?!(?P=quote))[^\\])*+(?:(?P=quote)|\\?\Z)"""
+    rf"""|(?P<name>{_NAME})(?P<after>\s*+[(=])?""",
     regex.DOTALL,
 )
+_ESCAPE = regex.compile(r"\\(.)", regex.DOTALL)
+_ESCAPED = "\n\\'\"abfnrtv01234567xNuU"  # what a backslash may stand before in Python
+
+
+def is_name_of_argument(name: str) -> bool:
+    """Whether a call that is written as in Python may have `name=value`. An argument of another
+    name stands in an object there: `**{"a name": value}`."""
+    return regex.fullmatch(_NAME, name) is not None
 
 
 def _python_calls(text: str, arguments: Arguments) -> list[dict[str, Any]]:
-    """[f(a=1), g()], or such calls in lines, whose arguments are literals of Python or of JSON.
-    Names need not be ones in Python."""
+    """[f(a=1), g(**{"b": 2})], or such calls in lines, whose arguments are literals of Python or of
+    JSON. Names need not be ones in Python."""
     stand_ins: dict[str, str] = {}
 
     def as_python(match: regex.Match[str]) -> str:
+        if match["quote"] is not None and match["raw"] is None:
+            as_in_json = match["quote"] == '"'
+            return str(_ESCAPE.sub(lambda escape: _escaped(escape[1], as_in_json), match[0]))
         if match["after"] is None:
             return str(match[0])
         return f"{stand_ins.setdefault(match['name'], f'_{len(stand_ins)}')}{match['after']}"
@@ -156,15 +168,27 @@ def _python_calls(text: str, arguments: Arguments) -> list[dict[str, Any]]:
     for call in calls:
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise Unreadable("it is something else than calls with named arguments")
-        named = {
-            names.get(each.arg, each.arg): _literal(each.value)
-            for each in call.keywords
-            if each.arg
-        }
-        if len(named) != len(call.keywords):
-            raise Unreadable("an argument has no name, or is there twice")
+        pairs: list[tuple[str, Any]] = []
+        for each in call.keywords:
+            value = _literal(each.value)
+            if each.arg is not None:
+                pairs.append((names.get(each.arg, each.arg), value))
+            elif isinstance(value, dict):
+                pairs += value.items()
+            else:
+                raise Unreadable("what stands behind ** is no object")
+        named = dict(pairs)
+        if len(named) != len(pairs):
+            raise Unreadable("an argument is there twice")
         found.append({"name": names.get(call.func.id, call.func.id), "arguments": named})
     return found
+
+
+def _escaped(character: str, as_in_json: bool) -> str:
+    """A character behind a backslash, so that Python does not warn of it."""
+    if as_in_json and character == "/":
+        return "/"
+    return f"\\{character}" if character in _ESCAPED else f"\\\\{character}"
 
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}
