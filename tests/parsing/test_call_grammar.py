@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
+from octavo.parsing.argument_schemas import listed_values, may_be_text, properties_of
 from octavo.parsing.call_grammar import CallForm, answer_grammars
 from octavo.parsing.events import (
     Content,
@@ -58,7 +59,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CALLS = [
-    CallForm("f", SCHEMA, is_strict=True),
+    CallForm("f", SCHEMA),
     CallForm("get-g.h", {"type": "object", "maxProperties": 0}),
 ]
 MAX_TOKENS = 600
@@ -241,6 +242,79 @@ def test_names_of_tools_and_arguments_are_read_as_they_are_demanded(
         assert begin == ToolCallBegin(0, tool)
         assert isinstance(arguments, ToolCallArguments)
         jsonschema.validate(json.loads(arguments.text), schema)
+
+
+DEFINITIONS = {
+    "unit": {"type": "string", "enum": ["C", "F"]},
+    "place": {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]},
+}
+
+
+def refers(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string", "enum": ["C", "F", ""]}, ["C", ""], ["C", ""]),
+        ({"enum": [1, "x", None, True, "1"]}, ["1", "x", "null", "true"], [1, "x", None, True]),
+        ({"const": 7}, ["7"], [7]),
+        ({"enum": [f"x{i}" for i in range(5_000)]}, ["x77"], ["x77"]),
+        (refers("unit"), ["F"], ["F"]),
+        ({"allOf": [refers("unit")], "description": "C or F"}, ["F"], ["F"]),
+        ({"anyOf": [refers("unit"), {"type": "null"}]}, ["F", "null"], ["F", None]),
+        (refers("place"), ['{"z": 1}'], [{"z": 1}]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["5", "null"], [5, None]),
+    ],
+)
+def test_a_value_in_tags_is_one_that_its_schema_has(
+    world: World, schema: dict[str, Any], written: list[str], value: list[Any]
+) -> None:
+    format_ = find_format(None, calls="qwen-tags")
+    whole = {
+        **{"type": "object", "properties": {"k": schema}, "required": ["k"]},
+        "$defs": DEFINITIONS,
+    }
+    for is_referred in (False, True):
+        if is_referred:
+            whole = {"$ref": "#/$defs/whole", "$defs": {**whole.pop("$defs"), "whole": whole}}
+        call = CallForm("f", whole, is_strict=True)
+        parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", [call], True)
+        constraint = world.library.compile(StructuredOutput(parts=parts).to_grammar())
+        bad = "<tool_call>\n<function=f>\n<parameter=k>\nz"
+        assert constraint.fork().accept(world.tokenizer.encode(bad)) != ""
+        for text, meant in zip(written, value, strict=True):
+            said = bad[:-1] + f"{text}\n</parameter>\n</function>\n</tool_call>"
+            assert constraint.fork().accept(world.tokenizer.encode(said)) == ""
+            parser = format_.parser("", {"f": properties_of(whole)})
+            [_, arguments, _] = joined([*parser.feed(said), *parser.finish()])
+            assert isinstance(arguments, ToolCallArguments)
+            assert json.loads(arguments.text) == {"k": meant}
+
+
+def test_a_long_way_from_reference_to_reference_is_gone_once() -> None:
+    ways = {str(i): {"anyOf": [refers(str(i + 1))] * 2} for i in range(2_000)}
+    schema = {**refers("0"), "$defs": {**ways, "2000": {"enum": [1, None]}}}
+    assert list(listed_values(schema)) == ["1", "null"]
+    assert not may_be_text(schema)
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"k": {"type": "string", "pattern": "^a"}}, "'k': pattern cannot be enforced"),
+        ({"k": {"anyOf": [{"type": "string", "maxLength": 2}, {}]}}, "'k': maxLength cannot be"),
+        ({"a>b": {"type": "integer"}}, "'a>b': the model's calls have no way to write this name"),
+        ({"a" * 300: {}}, "no way to write this name"),
+    ],
+)
+def test_what_cannot_be_enforced_in_tags_is_refused(properties: dict[str, Any], words: str) -> None:
+    schema = {"type": "object", "properties": properties}
+    call = CallForm("f", schema, is_strict=True, field="tools[0].parameters")
+    with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
+        answer_grammars(find_format(None, calls="qwen-tags"), {}, "none", [call])
+    assert caught.value.field == "tools[0].parameters"
 
 
 @pytest.mark.parametrize("name", formats())

@@ -197,6 +197,8 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
             """[3d(x=1, **{"user id": 2, "a'b=c(": [3]}, **{}), g(**{})]""",
             [*call(0, "3d", """{"x": 1, "user id": 2, "a'b=c(": [3]}"""), *call(1, "g", "{}")],
         ),
+        # A string in quotes is none of the other types that its schema has.
+        ("[f(x='1', y='null')]", call(0, "f", '{"x": 1, "y": "null"}')),
         *((text, [Content(text)]) for text in ('[f(x=1, **{"x": 2})]', "[f(**[1])]")),
         # Escapes that only JSON has, in the quotes that it has.
         (
@@ -831,7 +833,16 @@ def test_python_that_cannot_be_read_is_no_call(value: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("schema", [{"type": "array"}, {"anyOf": 5}, {"type": 5}, {"oneOf": {}}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array"},
+        *({"anyOf": 5}, {"type": 5}, {"oneOf": {}}, {"allOf": 5}, {"enum": 5}, {"enum": []}),
+        *({"$ref": 5}, {"$ref": "#/$defs/a", "$defs": 5}, {"$ref": "#"}, {"anyOf": [5, None]}),
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    ],
+)
 def test_arguments_that_fit_no_type_stay_texts(schema: dict[str, Any]) -> None:
     value = "[" * 5_000 + "]" * 5_000
     text = f"<function=f><parameter=x>{value}</parameter></function>"

@@ -14,8 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.errors import InvalidRequest, shown
+from octavo.parsing.argument_schemas import (
+    limits_of_strings,
+    listed_values,
+    may_be_text,
+    properties_of,
+    required_of,
+)
 from octavo.parsing.formats import AnswerFormat, CallSyntax, Thinking, around_argument, named
-from octavo.parsing.values import is_name_of_argument
+from octavo.parsing.template import CALLS
+from octavo.parsing.values import is_name_of_argument, parsed
 
 Part = dict[str, str]  # name, kind and source
 
@@ -32,11 +41,13 @@ class CallForm:
         name: of the tool.
         schema: of its arguments, an object.
         is_strict: refuse the schema if a part of it cannot be enforced.
+        field: what the client calls the schema.
     """
 
     name: str
     schema: Mapping[str, Any]
     is_strict: bool = False
+    field: str = "tools"
 
 
 def answer_grammars(
@@ -58,6 +69,10 @@ def answer_grammars(
         is_required: the answer is a call.
         is_parallel: it may have several.
         form: kind and source of the grammar of the answer's text, if it has one.
+
+    Raises:
+        InvalidRequest: the format has no way to write an argument, or, of a strict tool, to keep it
+            to its schema; names the tool's field.
     """
     return _Writer(format_, token_ids).grammars(thinking, calls, is_required, is_parallel, form)
 
@@ -192,20 +207,13 @@ class _Writer:
 
     def _members(self, number: int, call: CallForm) -> str:
         """The members of an object in their order, those that are not required or not."""
-        properties = call.schema.get("properties")
-        members = properties if isinstance(properties, dict) else {}
-        required = call.schema.get("required") or ()
+        members, required = properties_of(call.schema), required_of(call.schema)
         is_python = self._syntax.notation == "python"
         # What may follow when all before a member are left out, and when one was written.
         rests = {True: EMPTY, False: EMPTY}
         for place, (name, schema) in reversed(list(enumerate(members.items()))):
             prefix = f"arguments_{number}_{place}"
-            definitions = {
-                key: call.schema[key] for key in ("$defs", "definitions") if key in call.schema
-            }
-            # What is no schema is refused as one.
-            inner = {**definitions, **schema} if isinstance(schema, dict) else schema
-            written = self._member(prefix, name, inner, call.is_strict)
+            written = self._member(prefix, name, schema, call)
             after: dict[bool, str] = {}
             for is_first in (True, False):
                 comma = '", "' if is_python and not is_first else ""
@@ -217,7 +225,8 @@ class _Writer:
             rests = after
         return rests[True]
 
-    def _member(self, prefix: str, name: str, schema: Any, is_strict: bool) -> str:
+    def _member(self, prefix: str, name: str, schema: Any, call: CallForm) -> str:
+        is_strict = call.is_strict
         if self._syntax.notation == "python":
             begin, end = f"{name}=", ""
             if not is_name_of_argument(name):
@@ -225,10 +234,21 @@ class _Writer:
             value = self._json(prefix, schema, is_strict)
             return f"{self._literal(begin)} {value} {self._literal(end)}"
         before, closing = around_argument(self._syntax, name)
+        region = self._format.template.region(CALLS)
+        assert region is not None, "there are no calls without a region"
+        if parsed(region.content, f"{before}{closing}", region.content_args) != {name: ""}:
+            raise _refused(call, name, "the model's calls have no way to write this name")
         opening = self._literal(before)
-        if _may_be_text(schema):
-            return f"{opening} {self._text_until(f'{prefix}_text', closing)}"
-        return f"{opening} {self._json(prefix, schema, is_strict)} {self._literal(closing)}"
+        listed = listed_values(schema)
+        if listed:
+            return f"{opening} {self._one_of(prefix, list(listed))} {self._literal(closing)}"
+        # What is no schema is refused as one.
+        if not may_be_text(schema):
+            return f"{opening} {self._json(prefix, schema, is_strict)} {self._literal(closing)}"
+        limits = limits_of_strings(schema)
+        if is_strict and limits:
+            raise _refused(call, name, f"{limits[0]} cannot be enforced in the model's calls")
+        return f"{opening} {self._text_until(f'{prefix}_text', closing)}"
 
     def _json(self, name: str, schema: Any, is_strict: bool) -> str:
         """A reference to a grammar of JSON."""
@@ -237,6 +257,17 @@ class _Writer:
         return f"@{name}"
 
     # ---------------------------------------------------------------- literals
+
+    def _one_of(self, prefix: str, texts: Sequence[str]) -> str:
+        """One of many texts: those without tokens as one terminal, as rules are all ways to go
+        on."""
+        plain = [json.dumps(each) for each in texts if each and not self._tokens.search(each)]
+        others = [each for each in texts if not each or self._tokens.search(each)]
+        options = [self._literal(each) or EMPTY for each in others]
+        if plain:
+            options.append(f"{prefix}_values".upper())
+            self._rules.append(f"{options[-1]}: {' | '.join(plain)}")
+        return f"({' | '.join(options)})"
 
     def _any_of(self, texts: Sequence[str]) -> str:
         if len(texts) == 1:
@@ -259,15 +290,9 @@ class _Writer:
         return pieces
 
 
+def _refused(call: CallForm, name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(call.field, f"properties: {shown(name)}: {reason}")
+
+
 def _part(name: str, kind: str, source: str) -> Part:
     return {"name": name, "kind": kind, "source": source}
-
-
-def _may_be_text(schema: Any) -> bool:
-    """Whether a value may be a string, which is written without quotes."""
-    if not isinstance(schema, dict):
-        return isinstance(schema, bool)
-    kinds = schema.get("type")
-    if kinds is None:
-        return not any(key in schema for key in ("$ref", "properties", "items"))
-    return "string" in (kinds if isinstance(kinds, list) else [kinds])

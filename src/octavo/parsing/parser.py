@@ -29,6 +29,7 @@ from octavo.parsing.template import (
 )
 from octavo.parsing.values import Unreadable, cast_arguments, region_value
 
+BARE_KINDS = ("text", "xml-inline", "kv-lines")  # of content, in which strings have no quotes
 MAX_READ = 1 << 12  # characters that were read already and are still held
 KEPT = 64  # of them, which patterns may look back at
 MAX_HELD = 1 << 10  # characters that may become a delimiter; longer ones are text
@@ -219,19 +220,19 @@ class ResponseParser:
             return current.calls.rest if current.calls.num_calls else None
         try:
             value = region_value(current.region, "".join(current.body), current.captures)
-            calls = [
-                self._read_call(each) for each in (value if isinstance(value, list) else [value])
-            ]
+            is_bare = current.region.content in BARE_KINDS
+            values = value if isinstance(value, list) else [value]
+            calls = [self._read_call(each, is_bare) for each in values]
         except Unreadable:
             return None
         for name, written in calls:
             self._add([("name", name), ("arguments", written), ("end", "")])
         return ""
 
-    def _read_call(self, value: Any) -> tuple[str, str]:
+    def _read_call(self, value: Any, is_bare: bool) -> tuple[str, str]:
         """The name of a call, and its arguments as JSON. Raises Unreadable."""
         name, arguments = _call_of(value)
-        cast = cast_arguments(arguments, self._properties.get(name, {}))
+        cast = cast_arguments(arguments, self._properties.get(name, {}), is_bare)
         try:
             written = cast if isinstance(cast, str) else _as_json(cast)
             f"{name}{written}".encode()

@@ -9,6 +9,7 @@ from typing import Any
 
 import regex
 
+from octavo.parsing.argument_schemas import listed_values, types_of
 from octavo.parsing.template import Region, placeholder
 
 Arguments = Mapping[str, Any]
@@ -225,40 +226,29 @@ _KINDS: dict[str, Callable[[str, Arguments], Any]] = {
 # ---------------------------------------------------------------- by the schemas of the tools
 
 
-def cast_arguments(arguments: Any, properties: Mapping[str, Any]) -> Any:
-    """Arguments that were written as bare text, as the types that a tool's schema has for them."""
+def cast_arguments(arguments: Any, properties: Mapping[str, Any], is_bare: bool) -> Any:
+    """Arguments as the types that a tool's schema has for them. `is_bare`: they were written as
+    bare text, which is a string only if it is nothing else that it may be."""
     if not isinstance(arguments, dict):
         return arguments
-    return {name: _cast(each, properties.get(name)) for name, each in arguments.items()}
+    return {name: _cast(each, properties.get(name), is_bare) for name, each in arguments.items()}
 
 
-def _cast(value: Any, schema: Any) -> Any:
-    kinds = _types(schema)
+def _cast(value: Any, schema: Any, is_bare: bool) -> Any:
+    kinds = types_of(schema)
     if isinstance(value, list) and "array" not in kinds:
-        return [_cast(each, schema) for each in value]
-    if not isinstance(value, str):
+        return [_cast(each, schema, is_bare) for each in value]
+    if not isinstance(value, str) or ("string" in kinds and not is_bare):
         return value
+    listed = listed_values(schema)
+    if value in listed:
+        return listed[value]
     for kind in kinds:
         try:
             return _CASTS[kind](value)
         except (KeyError, ValueError, RecursionError):
             continue
     return value
-
-
-def _types(schema: Any) -> list[str]:
-    """All types that a schema allows."""
-    if not isinstance(schema, dict):
-        return []
-    declared = schema.get("type")
-    kinds = list(declared) if isinstance(declared, list) else [declared]
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        for each in options if isinstance(options, list) else ():
-            kinds += _types(each)
-    if schema.get("nullable"):
-        kinds.append("null")
-    return [each for each in kinds if isinstance(each, str)]
 
 
 def _as_integer(text: str) -> int:

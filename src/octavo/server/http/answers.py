@@ -121,7 +121,9 @@ async def _structured(
                 reason = "calls cannot be demanded or limited in the format of this model"
                 raise refused("tool_choice", reason, UNSUPPORTED)
             return None
-        calls = [CallForm(each.name, each.schema, each.is_strict) for each in tools.callable]
+        calls = [
+            CallForm(each.name, each.schema, each.is_strict, each.field) for each in tools.callable
+        ]
     grammar = None if form is None else form.to_grammar()
     parts = answer_grammars(
         format_,

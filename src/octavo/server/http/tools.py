@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from octavo.parsing.argument_schemas import properties_of
 from octavo.server.http.bodies import FAIL_FAST
 from octavo.server.http.errors import refused
 from octavo.structured.output import MAX_GRAMMAR_BYTES
@@ -108,8 +109,7 @@ class CallableTool:
     @property
     def properties(self) -> Mapping[str, Any]:
         """The schema's properties: one for each argument."""
-        properties = self.schema.get("properties")
-        return properties if isinstance(properties, dict) else {}
+        return properties_of(self.schema)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,157 @@
+"""What the JSON schema of a tool says of single arguments, for notations that write them one by one
+and without quotes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DEFINITIONS = ("$defs", "definitions")
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+# Keywords that say more of a string than its type does.
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of an object's properties, each with the definitions that it may refer to."""
+    object_ = _target(schema, schema) if "$ref" in schema else schema
+    found = object_.get("properties") if isinstance(object_, dict | Mapping) else None
+    if not isinstance(found, dict):
+        return {}
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    return {
+        name: {**definitions, **each} if isinstance(each, dict) and _refers(each) else each
+        for name, each in found.items()
+    }
+
+
+def required_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The names of the properties that an object must have."""
+    object_ = _target(schema, schema) if "$ref" in schema else schema
+    found = object_.get("required") if isinstance(object_, dict | Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+def types_of(schema: object) -> list[str]:
+    """The types that a schema names, in its order; [] if it does not say."""
+    return list(dict.fromkeys(kind for each in _alternatives(schema) for kind in _own_types(each)))
+
+
+def listed_values(schema: object) -> dict[str, Any]:
+    """The values that a schema lists, by how they are written: strings as they are, others as JSON.
+    {} if there are others than those that it lists."""
+    found: dict[str, Any] = {}
+    for each in _alternatives(schema):
+        if _is_choice(each):
+            continue
+        values = _own_values(each)
+        if not values:
+            return {}
+        for value in values:
+            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found.setdefault(written, value)
+    return found
+
+
+def may_be_text(schema: object) -> bool:
+    """Whether a value may be a string. What is no schema is none."""
+    if isinstance(schema, bool):
+        return schema
+    for each in _alternatives(schema):
+        if _is_choice(each):
+            continue
+        kinds = _own_types(each)
+        if "string" in kinds or not (kinds or _own_values(each)):
+            return True
+        if not kinds and any(isinstance(value, str) for value in _own_values(each)):
+            return True
+    return False
+
+
+def limits_of_strings(schema: object) -> list[str]:
+    """The keywords by which a schema limits its strings."""
+    used = {name for each in _alternatives(schema) for name in _OF_STRINGS if name in each}
+    return [name for name in _OF_STRINGS if name in used]
+
+
+def _alternatives(schema: object) -> Iterator[dict[str, Any]]:
+    """A schema, and those that it names as alternatives of it or refers to, each once, in their
+    order. One that lists its values has no others."""
+    pending, seen = [schema], set[str]()
+    while pending:
+        each = pending.pop()
+        if not isinstance(each, dict):
+            continue
+        yield each
+        if "enum" in each or "const" in each:
+            continue
+        reference = each.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            pending.append(_target(schema, each))
+        for name in _ALTERNATIVES:
+            options = each.get(name)
+            pending += reversed(options) if isinstance(options, list) else ()
+
+
+def _is_choice(schema: Mapping[str, Any]) -> bool:
+    """Whether it says nothing but which other schemas a value fits, one of which suffices."""
+    if _own_types(schema) or _own_values(schema):
+        return False
+    several = schema.get("allOf")
+    if isinstance(several, list) and len(several) > 1:
+        return False
+    return any(schema.get(name) for name in ("$ref", *_ALTERNATIVES))
+
+
+def _own_types(schema: Mapping[str, Any]) -> list[str]:
+    declared = schema.get("type")
+    kinds = list(declared) if isinstance(declared, list) else [declared]
+    if declared is None and "properties" in schema:
+        kinds = ["object"]
+    elif declared is None and "items" in schema:
+        kinds = ["array"]
+    if schema.get("nullable"):
+        kinds.append("null")
+    return [each for each in kinds if isinstance(each, str)]
+
+
+def _own_values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that it lists; [] if it lists none."""
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    if "const" in schema:
+        return [schema["const"]]
+    by_type: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+    kind = schema.get("type")
+    return by_type.get(kind, []) if isinstance(kind, str) else []
+
+
+def _target(root: object, schema: object) -> object:
+    """What the reference of a schema within `root` points at; None if it is not found."""
+    found, seen = schema, set[str]()
+    while isinstance(found, Mapping) and isinstance(found.get("$ref"), str):
+        reference = found["$ref"]
+        if reference in seen or not reference.startswith("#/"):
+            return None
+        seen.add(reference)
+        found = root
+        for part in reference[2:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _refers(value: object) -> bool:
+    """Whether there is a reference in a schema."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            if "$ref" in each:
+                return True
+            pending += each.values()
+        elif isinstance(each, list):
+            pending += each
+    return False
