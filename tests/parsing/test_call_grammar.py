@@ -159,7 +159,8 @@ def test_a_call_that_is_begun_in_a_text_is_whole(world: World, name: str) -> Non
         counts.append(check_calls(read(format_, "", text)))
         assert counts[-1] <= 1 or seed % 2 == 0
     assert min(counts) == 0
-    if world.tokenizer.vocab_size > 257 and format_.calls is not None and format_.calls.trigger:
+    # By chance alone, bytes would not say that a call begins.
+    if format_.calls is not None and format_.calls.trigger in tokens:
         assert max(counts) > 0
 
 
@@ -384,6 +385,10 @@ def test_a_call_has_an_id_where_its_format_has_one(world: World, name: str, patt
             '{"name": "get-g.h", "arguments": {}}]',
         ),
         ("granite-v31", '<tool_call>[{"name": "f", "arguments": {"x": 1}}]'),
+        (
+            "functools",
+            'functools[{"name": "f", "arguments": {"x": 1}}, {"name": "get-g.h", "arguments": {}}]',
+        ),
         ("mistral-call-id", '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"x": 1}'),
     ],
 )

@@ -250,6 +250,13 @@ EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
             TWO,
         ),
     ],
+    "functools": [
+        (
+            'Well functools[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+            [Content("Well"), *TWO],
+        ),
+        ("import functools[1]; functools", [Content("import functools[1]; functools")]),
+    ],
     "cohere": [
         (
             "<|START_ACTION|>[\n"
@@ -343,6 +350,32 @@ def test_what_cohere_thinks_is_neither_a_call_nor_the_text(places: list[int]) ->
     for text, events in answers:
         for pieces in (cut(thought + text, places), list(thought + text)):
             assert read(format_.parser(""), pieces) == [Reasoning("Hm."), *events]
+
+
+@given(places=st.lists(st.integers(0, 400), max_size=30))
+@settings(max_examples=25)
+def test_what_granite_responds_has_no_marks_around_it(places: list[int]) -> None:
+    format_ = find_format(
+        "<|start_of_role|> <|tool_call|> between <think></think> and between <response></response>"
+    )
+    assert format_.name == "granite"
+    calls = '<|tool_call|>[{"name": "f", "arguments": {}}]'
+    code = "Write <response>x</response>"
+    answers: list[tuple[str, list[Event]]] = [
+        (f"\n<response>\n{code} so.\n</response>\n", [Content(f"{code} so.")]),
+        (f"<response>{code}</response>", [Content(code)]),
+        (f"<response>{code} so", [Content(f"{code} so")]),
+        (f"<response>Well</response>\n{calls}", [Content("Well"), *call(0, "f", "{}")]),
+        (f"<response>{calls}", call(0, "f", "{}")),
+        (f"\n{calls}", call(0, "f", "{}")),
+        (f"So: {code}", [Content(f"So: {code}")]),
+    ]
+    for text, events in answers:
+        whole = f"<think>Hm.</think>{text}"
+        for pieces in (cut(whole, places), list(whole)):
+            assert read(format_.parser(""), pieces) == [Reasoning("Hm."), *events]
+    text = "<response>An XML document.</response>"
+    assert read(format_.parser(""), cut(text, places)) == [Content(text)]
 
 
 # Parts of delimiters, JSON and text in any order: what a model may say, and what it should not.
@@ -574,6 +607,7 @@ def chosen(source: str | None = None, **options: Any) -> AnswerFormat:
         ('respond with {"name": function name, "parameters": {}}', "llama3-json", None),
         ('Action: ```json [{"tool_name": "f", "parameters": {}}]```', "none", None),
         ("[func_name1(params_name1=params_value1", "pythonic", None),
+        ('functools[{"name": [function name], "arguments": {}}]', "functools", None),
         ("<|channel|> <|constrain|>", "harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
     ],
 )

@@ -18,9 +18,11 @@ from octavo.errors import ConfigError, ModelError
 from octavo.parsing.parser import ResponseParser, call_paths
 from octavo.parsing.template import (
     CALLS,
+    CONTENT,
     CONTENT_KINDS,
     OWN_KINDS,
     REASONING,
+    Delimiter,
     Region,
     ResponseTemplate,
     read_template,
@@ -384,6 +386,16 @@ CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
         _GRANITE_CALLS,
         _in_json_list("<tool_call>"),
     ),
+    # Phi-4-mini and FireFunction
+    "functools": (
+        {
+            "open_pattern": r"functools(?=\[)",
+            "content": "json",
+            "transform": _ENTRY,
+            "transform_each": True,
+        },
+        replace(_in_json_list("functools"), before=("functools[",), trigger="functools["),
+    ),
     # Cohere's Command R7B and Command A: an answer is calls or a text
     "cohere": (
         {
@@ -450,6 +462,19 @@ _HARMONY_FIELDS = {
 _HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 _HARMONY_TEXT = tuple(f"{start}<|channel|>final<|message|>" for start in ("", "<|start|>assistant"))
 
+# Granite 3.3 puts what follows its reasoning between marks that are no tokens: they are ones in
+# their places alone, and end before calls.
+_RESPONSE = Region(
+    CONTENT,
+    Delimiter(regex.compile(rf"(?<=</think>){_SPACES}<response>"), ()),
+    Delimiter(
+        regex.compile(
+            rf"</response>{_SPACES}\Z|(?:</response>{_SPACES})?(?=<\|tool_call\|>|<tool_call>)"
+        ),
+        (),
+    ),
+)
+
 # What may follow the last call, and means nothing.
 _AFTER_CALLS = {
     "qwen-tags": ("</tool_call>",),
@@ -470,6 +495,7 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("qwen-tags", lambda text: "<function=" in text),
     ("glm-v47", lambda text: "</arg_key><arg_value>" in text),
     ("glm", lambda text: "<arg_key>" in text),
+    ("functools", lambda text: "functools[" in text),
     ("granite", lambda text: "<|start_of_role|>" in text and "<|tool_call|>" in text),
     ("granite-v31", lambda text: "<tool_call> followed by a JSON list" in text),
     ("hermes", lambda text: "<tool_call>" in text),
@@ -541,9 +567,12 @@ def find_format(
         # A region that ends with the next character. (An optional end of a delimiter would depend
         # on how the text is cut.)
         fields["ignored"] = {"open": ignored, "close_pattern": "(?=.)"}
+    template = _template(fields, header)
+    if reasoning == "think" and "<response></response>" in text:
+        template = replace(template, regions=(*template.regions, _RESPONSE))
     return AnswerFormat(
         calls,
-        _template(fields, header),
+        template,
         syntax,
         thinking,
         ("", *before_text),
