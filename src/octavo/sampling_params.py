@@ -483,6 +483,8 @@ class BeamSearchParams(_Parameters):
     its fields."""
     skip_special_tokens: bool = True
     """Leave special tokens (such as end of sequence) out of the text."""
+    kept_special_tokens: Sequence[int] = ()
+    """Special tokens that are in the text even so."""
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
     min_tokens: int = 0
@@ -511,9 +513,10 @@ class BeamSearchParams(_Parameters):
         """Check what depends on the model; `max_logprobs` limits nothing here.
 
         Raises:
-            InvalidRequest: a stop token is outside the vocabulary.
+            InvalidRequest: a token id is outside the vocabulary.
         """
         _check_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        _check_vocabulary("kept_special_tokens", self.kept_special_tokens, vocab_size)
 
     def to_spec(
         self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()

@@ -14,7 +14,9 @@ import pytest
 
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
+from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.http import answers
 from octavo.server.http.endpoints.chat import ChatWriter
 from octavo.server.http.endpoints.responses import InputItem, input_messages
 from octavo.server.http.errors import ApiError
@@ -380,6 +382,28 @@ def test_chats_count_their_reasoning_as_responses_do() -> None:
         assert await counts() == [expected, expected]
         scripted.text = "Yes."
         assert await counts() == [None, None]
+
+    asked(test)
+
+
+def test_beams_think_before_their_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they have the special tokens with which their reasoning is marked."""
+    monkeypatch.setattr(answers, "_delimiter_tokens", lambda context, format_: [5])
+
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = "<think>hm</think>{}"
+        for beams in ({}, {"beam_width": 2}):
+            reply = await client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": "hi"}],
+                response_format={"type": "json_object"},
+                extra_body=beams,
+            )
+            assert reply.choices[0].message.content == "{}"
+        sampled, searched = scripted.params
+        assert isinstance(searched, BeamSearchParams)
+        assert searched.structured.parts == sampled.structured.parts
+        assert searched.kept_special_tokens == sampled.kept_special_tokens == (5,)
 
     asked(test)
 

@@ -259,7 +259,7 @@ class OutputStream(ABC, Generic[Scores]):
         detokenizer = self._tokenizer.detokenizer(
             self._request.prompt_token_ids,
             params.skip_special_tokens,
-            params.kept_special_tokens if isinstance(params, SamplingParams) else (),
+            params.kept_special_tokens,
         )
         if not isinstance(params, SamplingParams):
             return OutputText(detokenizer)

@@ -27,7 +27,7 @@ from octavo.errors import InvalidRequest
 from octavo.parsing.call_grammar import CallForm, answer_grammars
 from octavo.parsing.formats import AUTO, NONE, THINKING, AnswerFormat, Thinking, find_format
 from octavo.parsing.parser import ResponseParser
-from octavo.sampling_params import BeamSearchParams, ThinkingLimit
+from octavo.sampling_params import BeamSearchParams, SamplingParams, ThinkingLimit
 from octavo.server.http.bodies import UNSUPPORTED
 from octavo.server.http.context import Context
 from octavo.server.http.errors import refused
@@ -90,9 +90,8 @@ async def answer_params(
             raise refused("tools", "beam search does not call them")
         if thinking_token_budget is not None:
             raise refused("thinking_token_budget", "beam search has none")
-        return params
     thinking = format_.thinks(reader.prompt)
-    if thinking_token_budget is not None:
+    if isinstance(params, SamplingParams) and thinking_token_budget is not None:
         params = replace(params, thinking=_limit(format_, thinking, thinking_token_budget))
     if params.skip_special_tokens and (tools is not None or thinking != "none"):
         params = replace(params, kept_special_tokens=_delimiter_tokens(context, format_))
