@@ -813,6 +813,20 @@ def test_what_a_call_says_can_be_written_as_json(
         "".join(map(str, event)).encode()
 
 
+@given(places=st.lists(st.integers(0, 400), max_size=10))
+@settings(max_examples=10)
+def test_json_that_names_none_of_the_tools_is_content(places: list[int]) -> None:
+    """As a form may demand it, where calls have no delimiter."""
+    text = '{"age": [{"name": 5}], "parameters": {}, "name": "Bob"}\n'
+    for format_ in (chosen(calls="llama3-json"), chosen("</think>", calls="llama3-json")):
+        for whole in (f'{{"name": "Bob", {text[1:]}', '{"type": "function", "name": "g", "x": 1}'):
+            parser = format_.parser("", PROPERTIES, names=["f"])
+            assert read(parser, cut(whole, places)) == [Content(whole)]
+        parser = format_.parser("", PROPERTIES, names=["f"])
+        written = '{"name": "f", "parameters": {"x": 1}}'
+        assert read(parser, cut(written, places)) == call(0, "f", '{"x": 1}')
+
+
 def test_half_a_character_is_no_name() -> None:
     text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
     assert read(chosen(calls="hermes").parser(""), [text]) == [Content(text)]

@@ -8,7 +8,7 @@ answer to it. A model's own template, in tokenizer_config.json, goes before all 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -116,7 +116,11 @@ class AnswerFormat:
         return "none" if closed >= 0 else "possible"
 
     def parser(
-        self, prompt: str, properties: Properties | None = None, with_calls: bool = True
+        self,
+        prompt: str,
+        properties: Properties | None = None,
+        with_calls: bool = True,
+        names: Collection[str] | None = None,
     ) -> ResponseParser:
         """A parser of one answer to a prompt.
 
@@ -124,6 +128,8 @@ class AnswerFormat:
             prompt: its text, of which the end may be the beginning of the answer.
             properties: of each tool's parameters, by the tool's name.
             with_calls: False: calls are text like any other.
+            names: of the tools, where a grammar holds calls to them: a text of a form may look like
+                a call, but for its name.
         """
         template = self.template
         if not with_calls:
@@ -133,7 +139,7 @@ class AnswerFormat:
             prefix = template.prefix(prompt)
         else:
             prefix = self.thinking[0] if self.thinking and self.thinks(prompt) == "open" else ""
-        return ResponseParser(template, prefix, properties)
+        return ResponseParser(template, prefix, properties, names)
 
 
 def _calls(name: str, arguments: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,9 +39,16 @@ class JsonCalls:
     was written, and the end of each call. Arguments before their name wait for it.
     """
 
-    def __init__(self, paths: CallPaths, name: str | None = None) -> None:
-        """`name`: that of the one call, if its object does not say it."""
+    def __init__(
+        self, paths: CallPaths, name: str | None = None, names: Collection[str] | None = None
+    ) -> None:
+        """
+        Args:
+            name: that of the one call, if its object does not say it.
+            names: what has another name in its object is no call. None: any name is one.
+        """
         self._paths = paths
+        self._names = names
         self._given_name = name
         self._level = 1 if paths.layout == "list" else 0  # at which values are calls
         # For each open object or array: the name of the open member, or None in an array.
@@ -251,7 +259,7 @@ class JsonCalls:
         except ValueError:  # as of half a character
             name = None
         self._captured = []
-        if isinstance(name, str) and name:
+        if isinstance(name, str) and name and (self._names is None or name in self._names):
             self._show(name)
         else:
             self.is_broken = True

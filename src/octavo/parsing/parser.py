@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class ResponseParser:
         template: ResponseTemplate,
         prefix: str = "",
         properties: Mapping[str, Mapping[str, Any]] | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         """
         Args:
@@ -68,9 +69,12 @@ class ResponseParser:
                 that it leaves open.
             properties: of each tool's parameters, by the tool's name; bare texts become values of
                 these types.
+            names: of the tools; JSON in the place of a call that names none of them is content.
+                None: it may name any.
         """
         self._template = template
         self._properties = properties or {}
+        self._names = names
         self._buffer = ""
         self._place = 0  # before it, the buffer has been read
         self._events: list[Event] = []
@@ -185,7 +189,7 @@ class ResponseParser:
         self._drop_spaces()
         paths = call_paths(region) if region.name == CALLS else None
         if paths is not None:
-            self._open.calls = JsonCalls(paths, _given_name(region, captures))
+            self._open.calls = JsonCalls(paths, _given_name(region, captures), self._names)
 
     def _take(self, text: str) -> None:
         """Text of the region that is open."""

@@ -54,7 +54,8 @@ class AnswerReader:
         if self.tools is None:
             return self.format.parser(self.prompt, with_calls=False)
         properties = {each.name: each.properties for each in self.tools.callable}
-        return self.format.parser(self.prompt, properties)
+        names = None if self.format.calls is None else properties.keys()
+        return self.format.parser(self.prompt, properties, names=names)
 
     def finish_reason(
         self, reason: FinishReason | None, parser: ResponseParser
