@@ -199,6 +199,30 @@ def test_calls_leave_numbers_aside_that_would_be_others() -> None:
         assert matcher.try_consume_tokens(tokens) == len(tokens)
 
 
+def test_calls_leave_patterns_aside_that_the_library_does_not_know() -> None:
+    library = guidance.Guidance(
+        model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [model_zoo.EOS_ID]
+    )
+    properties = {
+        "a": {"type": "string", "pattern": "[0-9]"},
+        "b": {"type": "array", "items": {"type": "string", "pattern": "^(?!x)[0-9]"}},
+        "pattern": {"type": "string", "pattern": r"\bword\b"},
+    }
+    whole = {"type": "object", "properties": properties, "additionalProperties": False}
+    source = json.dumps(whole)
+    with pytest.raises(InvalidRequest, match="look"):
+        library.compile(Grammar("json_schema", source))
+    matcher = library.compile(Grammar("lenient_schema", source)).matcher
+    for text, is_allowed in (
+        ('{"a": "1", "b": ["x"], "pattern": "x"}', True),
+        ('{"a": "x"}', False),
+        ('{"c": 1}', False),
+    ):
+        tokens = library._tokenizer.tokenize_str(text)
+        num_accepted = matcher.deep_copy().try_consume_tokens(tokens)
+        assert (num_accepted == len(tokens)) == is_allowed, text
+
+
 @pytest.mark.parametrize("begun", [-1, True, 1.5, "2", 4])
 def test_what_is_not_in_the_prompt_cannot_have_begun(llm: LLM, begun: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"structured\.begun"):

@@ -35,8 +35,10 @@ from octavo.structured.constraint import (
 )
 from octavo.structured.schemas import (
     leave_lost_numbers_aside,
+    leave_patterns_aside,
     move_excluded_bounds,
     move_large_bounds,
+    patterns_of,
     place_of,
     refusal,
     refusal_of_numbers,
@@ -517,14 +519,11 @@ class Guidance:
 
     def _compile(self, grammar: Grammar, is_shared: bool = True) -> GuidanceConstraint:
         """is_shared: by outputs, so that it is to have few states, if an output can begin so."""
-        from llguidance import LLMatcher, LLParserLimits
-
         schema: Any = None
         parts = [["grammar", grammar.kind, grammar.source]]
         if grammar.kind == "parts":
             parts = json.loads(grammar.source)
-        grammars = []
-        for name, kind, source in parts:
+        for _, kind, source in parts:
             if kind in ("json_schema", "lenient_schema"):
                 schema = json.loads(source)
                 reason = refusal(schema)
@@ -532,9 +531,23 @@ class Guidance:
                     reason = refusal_of_numbers(schema)
                 if reason is not None:
                     raise InvalidRequest(grammar.field, reason)
-            grammars.append({"name": name, **_in_library_form(kind, source)})
-        if len(parts) > 1:
-            schema = None  # which of them is meant is not known
+        matcher = self._matcher(parts, is_shared)
+        if matcher.is_error() and self._leave_patterns_aside(parts):
+            matcher = self._matcher(parts, is_shared)
+        if matcher.is_error():
+            message = _message(matcher.get_error())
+            # Of several schemas, which is meant is not known.
+            place = "" if schema is None or len(parts) > 1 else place_of(schema, message)
+            raise InvalidRequest(grammar.field, f"{place}{message}")
+        return GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
+
+    def _matcher(self, parts: Sequence[Sequence[str]], is_shared: bool) -> LLMatcher:
+        """A matcher of grammars with their names and kinds, perhaps in an error. See _compile."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        grammars = [
+            {"name": name, **_in_library_form(kind, source)} for name, kind, source in parts
+        ]
         text = json.dumps({"grammars": grammars})
         for most in (SHARED_STATES, MAX_STATES) if is_shared else (MAX_STATES,):
             limit = LLParserLimits(
@@ -545,11 +558,28 @@ class Guidance:
                 matcher.compute_bitmask()  # some limits are met only here
             if _OUT_OF_STATES not in matcher.get_error():
                 break
-        if matcher.is_error():
-            message = _message(matcher.get_error())
-            place = "" if schema is None else place_of(schema, message)
-            raise InvalidRequest(grammar.field, f"{place}{message}")
-        return GuidanceConstraint(grammar, matcher, Pace(next(self._numbers)))
+        return matcher
+
+    def _leave_patterns_aside(self, parts: list[list[str]]) -> bool:
+        """Take out of lenient schemas the patterns that the library does not know, such as those
+        with look-around. False if there are none."""
+        has_some = False
+        for part in parts:
+            _, kind, source = part
+            if kind != "lenient_schema":
+                continue
+            schema = json.loads(source)
+            patterns = patterns_of(schema)
+            unknown = {each for each in patterns if not self._knows_pattern(each)}
+            if unknown:
+                has_some = True
+                leave_patterns_aside(schema, unknown)
+                part[2] = json.dumps(schema)
+        return has_some
+
+    def _knows_pattern(self, pattern: str) -> bool:
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        return not self._matcher([["pattern", "json_schema", schema]], is_shared=True).is_error()
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:

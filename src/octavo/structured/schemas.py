@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from decimal import Decimal
 from typing import Any, TypeGuard
 
@@ -55,6 +55,20 @@ def leave_lost_numbers_aside(schema: object) -> None:
     """Remove from a schema the keywords that refusal_of_numbers speaks of."""
     for _, each, name, _ in list(_lost_numbers(schema)):
         del each[name]
+
+
+def patterns_of(schema: object) -> set[str]:
+    """All patterns of strings in a schema."""
+    found = (each.get("pattern") for _, each in _subschemas(schema))
+    return {pattern for pattern in found if isinstance(pattern, str)}
+
+
+def leave_patterns_aside(schema: object, patterns: Set[str]) -> None:
+    """Remove these patterns from a schema."""
+    for _, each in _subschemas(schema):
+        pattern = each.get("pattern")
+        if isinstance(pattern, str) and pattern in patterns:
+            del each["pattern"]
 
 
 def place_of(schema: object, message: str) -> str:
