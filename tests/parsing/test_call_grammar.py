@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
-from octavo.parsing.argument_schemas import listed_values, may_be_text, properties_of
+from octavo.parsing.argument_schemas import (
+    MAX_LISTED,
+    listed_values,
+    may_be_text,
+    properties_of,
+)
 from octavo.parsing.call_grammar import CallForm, answer_grammars
 from octavo.parsing.events import (
     Content,
@@ -261,7 +267,7 @@ def refers(name: str) -> dict[str, Any]:
         ({"type": "string", "enum": ["C", "F", ""]}, ["C", ""], ["C", ""]),
         ({"enum": [1, "x", None, True, "1"]}, ["1", "x", "null", "true"], [1, "x", None, True]),
         ({"const": 7}, ["7"], [7]),
-        ({"enum": [f"x{i}" for i in range(5_000)]}, ["x77"], ["x77"]),
+        ({"enum": [f"x{i}" for i in range(MAX_LISTED)]}, ["x77"], ["x77"]),
         (refers("unit"), ["F"], ["F"]),
         ({"allOf": [refers("unit")], "description": "C or F"}, ["F"], ["F"]),
         ({"anyOf": [refers("unit"), {"type": "null"}]}, ["F", "null"], ["F", None]),
@@ -294,11 +300,32 @@ def test_a_value_in_tags_is_one_that_its_schema_has(
             assert json.loads(arguments.text) == {"k": meant}
 
 
-def test_a_long_way_from_reference_to_reference_is_gone_once() -> None:
-    ways = {str(i): {"anyOf": [refers(str(i + 1))] * 2} for i in range(2_000)}
-    schema = {**refers("0"), "$defs": {**ways, "2000": {"enum": [1, None]}}}
-    assert list(listed_values(schema)) == ["1", "null"]
-    assert not may_be_text(schema)
+def test_a_schema_is_followed_a_few_steps_however_often_it_branches() -> None:
+    for steps, ends in ((20, True), (2_000, False)):
+        ways = {str(i): {"anyOf": [refers(str(i + 1))] * 2} for i in range(steps)}
+        schema = {**refers("0"), "$defs": {**ways, str(steps): {"enum": [1, None]}}}
+        assert list(listed_values(schema)) == (["1", "null"] if ends else [])
+        assert may_be_text(schema) is not ends, "what it is may not be known"
+    many: dict[str, Any] = {"anyOf": [{"type": "integer"}] * 1_000}
+    assert may_be_text(many)
+    assert not listed_values({"anyOf": [{"enum": ["a"] * (MAX_LISTED // 2)}] * 3})
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen-tags"])
+def test_definitions_are_not_repeated_for_more_arguments_than_there_is_room_for(name: str) -> None:
+    number = {"type": "integer", "description": "a" * 10_000}
+    properties = {f"a{i}": refers("number") for i in range(100_000)}
+    schema = {"type": "object", "properties": properties, "$defs": {"number": number}}
+    call = CallForm("f", schema, field="tools[0].parameters")
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="more than 200000 bytes") as caught:
+            answer_grammars(find_format(None, calls=name), {}, "none", [call], max_bytes=200_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == "tools[0].parameters"
+    assert peak < 100 * 10_000 + 100_000 * 500
 
 
 @pytest.mark.parametrize(
@@ -307,6 +334,7 @@ def test_a_long_way_from_reference_to_reference_is_gone_once() -> None:
         ({"k": {"type": "string", "pattern": "^a"}}, "'k': pattern cannot be enforced"),
         ({"k": {"anyOf": [{"type": "string", "maxLength": 2}, {}]}}, "'k': maxLength cannot be"),
         ({"a>b": {"type": "integer"}}, "'a>b': the model's calls have no way to write this name"),
+        ({"k": {"enum": [str(i) for i in range(2_000)]}}, "'k': enum cannot be enforced"),
         ({"a" * 300: {}}, "no way to write this name"),
     ],
 )

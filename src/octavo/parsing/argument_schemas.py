@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
+
+# What is looked at of each argument, of which a schema may have many. More counts as unknown.
+MAX_ALTERNATIVES = 64
+MAX_LISTED = 512  # values
 
 _DEFINITIONS = ("$defs", "definitions")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 # Keywords that say more of a string than its type does.
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength", "enum")
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,13 +45,15 @@ def types_of(schema: object) -> list[str]:
 
 def listed_values(schema: object) -> dict[str, Any]:
     """The values that a schema lists, by how they are written: strings as they are, others as JSON.
-    {} if there are others than those that it lists."""
+    {} if there are others than those that it lists, or more than MAX_LISTED."""
     found: dict[str, Any] = {}
+    num_values = 0
     for each in _alternatives(schema):
         if _is_choice(each):
             continue
         values = _own_values(each)
-        if not values:
+        num_values += len(values)
+        if not values or num_values > MAX_LISTED:
             return {}
         for value in values:
             written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -77,13 +84,18 @@ def limits_of_strings(schema: object) -> list[str]:
 
 def _alternatives(schema: object) -> Iterator[dict[str, Any]]:
     """A schema, and those that it names as alternatives of it or refers to, each once, in their
-    order. One that lists its values has no others."""
+    order. One that lists its values has no others. If there are too many, the last one says
+    nothing."""
     pending, seen = [schema], set[str]()
-    while pending:
-        each = pending.pop()
+    for number in count(1):
+        if not pending:
+            return
+        each = pending.pop() if number <= MAX_ALTERNATIVES else {}
         if not isinstance(each, dict):
             continue
         yield each
+        if number > MAX_ALTERNATIVES:
+            return
         if "enum" in each or "const" in each:
             continue
         reference = each.get("$ref")
@@ -92,7 +104,8 @@ def _alternatives(schema: object) -> Iterator[dict[str, Any]]:
             pending.append(_target(schema, each))
         for name in _ALTERNATIVES:
             options = each.get(name)
-            pending += reversed(options) if isinstance(options, list) else ()
+            if isinstance(options, list):
+                pending += reversed(options[:MAX_ALTERNATIVES])
 
 
 def _is_choice(schema: Mapping[str, Any]) -> bool:
@@ -120,7 +133,8 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
 def _own_values(schema: Mapping[str, Any]) -> list[Any]:
     """The values that it lists; [] if it lists none."""
     if isinstance(schema.get("enum"), list):
-        return list(schema["enum"])
+        values: list[Any] = schema["enum"]
+        return values
     if "const" in schema:
         return [schema["const"]]
     by_type: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}

@@ -58,6 +58,7 @@ def answer_grammars(
     is_required: bool = False,
     is_parallel: bool = True,
     form: tuple[str, str] | None = None,
+    max_bytes: int | None = None,
 ) -> list[Part]:
     """The grammars of an answer.
 
@@ -69,19 +70,27 @@ def answer_grammars(
         is_required: the answer is a call.
         is_parallel: it may have several.
         form: kind and source of the grammar of the answer's text, if it has one.
+        max_bytes: of the grammars of calls, which may repeat the definitions of a schema for each
+            argument. None: any number.
 
     Raises:
         InvalidRequest: the format has no way to write an argument, or, of a strict tool, to keep it
-            to its schema; names the tool's field.
+            to its schema, or there are too many bytes; names the tool's field.
     """
-    return _Writer(format_, token_ids).grammars(thinking, calls, is_required, is_parallel, form)
+    return _Writer(format_, token_ids, max_bytes).grammars(
+        thinking, calls, is_required, is_parallel, form
+    )
 
 
 class _Writer:
     """Writes rules in Lark's syntax, as llguidance has it."""
 
-    def __init__(self, format_: AnswerFormat, token_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self, format_: AnswerFormat, token_ids: Mapping[str, int], max_bytes: int | None
+    ) -> None:
         self._format = format_
+        self._max_bytes = max_bytes
+        self._num_bytes = 0  # at least, of the arguments so far
         self._token_ids = token_ids
         longest_first = sorted(token_ids, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -202,7 +211,7 @@ class _Writer:
 
     def _arguments(self, number: int, call: CallForm) -> str:
         if self._syntax.notation == "json":
-            return self._json(f"arguments_{number}", call.schema, call.is_strict)
+            return self._json(f"arguments_{number}", call.schema, call)
         return self._members(number, call)
 
     def _members(self, number: int, call: CallForm) -> str:
@@ -222,16 +231,23 @@ class _Writer:
                     options.append(rests[is_first])
                 after[is_first] = f"{prefix}_{'first' if is_first else 'next'}"
                 self._rules.append(f"{after[is_first]}: {' | '.join(options)}")
+                self._count(call, self._rules[-1])
             rests = after
         return rests[True]
 
+    def _count(self, call: CallForm, text: str) -> None:
+        """Raises InvalidRequest: with this text of a call's grammar there are too many bytes."""
+        self._num_bytes += len(text)
+        if self._max_bytes is not None and self._num_bytes > self._max_bytes:
+            reason = f"its grammar has more than {self._max_bytes} bytes"
+            raise InvalidRequest(call.field, reason)
+
     def _member(self, prefix: str, name: str, schema: Any, call: CallForm) -> str:
-        is_strict = call.is_strict
         if self._syntax.notation == "python":
             begin, end = f"{name}=", ""
             if not is_name_of_argument(name):
                 begin, end = f"**{{{json.dumps(name, ensure_ascii=False)}: ", "}"
-            value = self._json(prefix, schema, is_strict)
+            value = self._json(prefix, schema, call)
             return f"{self._literal(begin)} {value} {self._literal(end)}"
         before, closing = around_argument(self._syntax, name)
         region = self._format.template.region(CALLS)
@@ -244,16 +260,17 @@ class _Writer:
             return f"{opening} {self._one_of(prefix, list(listed))} {self._literal(closing)}"
         # What is no schema is refused as one.
         if not may_be_text(schema):
-            return f"{opening} {self._json(prefix, schema, is_strict)} {self._literal(closing)}"
+            return f"{opening} {self._json(prefix, schema, call)} {self._literal(closing)}"
         limits = limits_of_strings(schema)
-        if is_strict and limits:
+        if call.is_strict and limits:
             raise _refused(call, name, f"{limits[0]} cannot be enforced in the model's calls")
         return f"{opening} {self._text_until(f'{prefix}_text', closing)}"
 
-    def _json(self, name: str, schema: Any, is_strict: bool) -> str:
+    def _json(self, name: str, schema: Any, call: CallForm) -> str:
         """A reference to a grammar of JSON."""
-        kind = "json_schema" if is_strict else "lenient_schema"
+        kind = "json_schema" if call.is_strict else "lenient_schema"
         self._others.append(_part(name, kind, json.dumps(schema)))
+        self._count(call, self._others[-1]["source"])
         return f"@{name}"
 
     # ---------------------------------------------------------------- literals

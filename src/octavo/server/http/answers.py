@@ -34,7 +34,7 @@ from octavo.server.http.errors import refused
 from octavo.server.http.generation import Params
 from octavo.server.http.replies import FinishReason
 from octavo.server.http.tools import ToolUse
-from octavo.structured.output import StructuredOutput
+from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
 
 # An answer that the prompt has begun must begin among so many last tokens of it.
 MAX_PREFIX_TOKENS = 1_024
@@ -133,6 +133,7 @@ async def _structured(
         is_required=tools is not None and tools.is_required,
         is_parallel=tools is not None and tools.is_parallel,
         form=None if grammar is None else (grammar.kind, grammar.source),
+        max_bytes=MAX_GRAMMAR_BYTES,
     )
     field = "tools" if tools is not None else form.field if form is not None else ""
     whole = StructuredOutput(parts=parts, field=field)

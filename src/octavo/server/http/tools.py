@@ -99,17 +99,14 @@ class CallableTool:
         schema: of its arguments; allows objects alone.
         is_strict: whether all of the schema must be enforced.
         field: what the client calls the schema.
+        properties: the schemas of the arguments.
     """
 
     name: str
     schema: Mapping[str, Any]
     is_strict: bool
     field: str
-
-    @property
-    def properties(self) -> Mapping[str, Any]:
-        """The schema's properties: one for each argument."""
-        return properties_of(self.schema)
+    properties: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +196,5 @@ def _callable(function: FunctionTool, field: str) -> CallableTool:
     size = len(json.dumps(schema))
     if size > MAX_GRAMMAR_BYTES:
         raise refused(where, f"{size} bytes are more than {MAX_GRAMMAR_BYTES}")
-    return CallableTool(function.name, schema, bool(function.strict), where)
+    is_strict, properties = bool(function.strict), properties_of(schema)
+    return CallableTool(function.name, schema, is_strict, where, properties)
