@@ -22,6 +22,7 @@ from octavo.server.http.endpoints.responses import InputItem, input_messages
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import ANONYMOUS, Tenant
 from octavo.server.http.response_store import MAX_CHARACTERS, ResponseStore
+from octavo.structured.output import StructuredOutput
 from server.live_server import LiveServer
 from server.scripted import ANSWER, CALLS, ScriptedClient, scripted_app
 
@@ -404,6 +405,28 @@ def test_beams_think_before_their_form_too(monkeypatch: pytest.MonkeyPatch) -> N
         assert isinstance(searched, BeamSearchParams)
         assert searched.structured.parts == sampled.structured.parts
         assert searched.kept_special_tokens == sampled.kept_special_tokens == (5,)
+
+    asked(test)
+
+
+def test_known_forms_do_not_wait_for_grammars_that_take_long() -> None:
+    async def test(_: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        good = StructuredOutput(choice=["a"])
+        bad = StructuredOutput(regex="(?=a)", field="form")
+
+        async def check() -> None:
+            await scripted.check_structured(good)
+            with pytest.raises(InvalidRequest, match=r"form: .*look-around"):
+                await scripted.check_structured(bad)
+
+        await check()
+        done = threading.Event()
+        busy = [asyncio.ensure_future(scripted.offload.grammar(done.wait)) for _ in range(4)]
+        try:
+            await asyncio.wait_for(check(), 120)
+        finally:
+            done.set()
+            await asyncio.gather(*busy)
 
     asked(test)
 

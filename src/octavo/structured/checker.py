@@ -70,6 +70,11 @@ class GrammarChecker:
         if reason:
             raise InvalidRequest(field or grammar.field, reason)
 
+    def has_verdict(self, grammar: Grammar) -> bool:
+        """Whether `check` need not ask a process about a grammar for outputs that begin anew."""
+        with self._lock:
+            return _digest(grammar, ()) in self._verdicts
+
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         with self._lock:

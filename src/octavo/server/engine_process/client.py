@@ -23,7 +23,7 @@ from octavo.engine.validation import (
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable, shown
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
-from octavo.sampling_params import PoolingParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.draining import Drainer
@@ -201,7 +201,7 @@ class EngineClient:
                 whole = {"prompt": token_ids, "decoder_input_ids": decoder_input_ids}
             if not isinstance(params, PoolingParams) and params.structured is not None:
                 begun = token_ids if decoder_input_ids is None else decoder_input_ids
-                await self.offload.grammar(lambda: self._preparer.check_structured(params, begun))
+                await self._check_structured(params, begun)
             self._check_open()  # both may have taken a while
             # The engine may hold less than the model could use.
             max_model_len = self.info.max_model_len
@@ -229,8 +229,19 @@ class EngineClient:
     async def check_structured(self, structured: StructuredOutput) -> None:
         """Raises InvalidRequest if an output cannot be kept to a form; compiles its grammar, but
         not on the event loop."""
-        params = SamplingParams(structured=structured)
-        await self.offload.grammar(lambda: self._preparer.check_structured(params))
+        await self._check_structured(SamplingParams(structured=structured))
+
+    async def _check_structured(
+        self, params: SamplingParams | BeamSearchParams, prompt: str | list[int] = ""
+    ) -> None:
+        """See RequestPreparer.check_structured. What is known of a grammar is said at once: the
+        threads may be busy with others, which take seconds."""
+        form = params.structured
+        assert isinstance(form, StructuredOutput), "the parameters make it one"
+        if not form.begun and self._grammars.has_verdict(form.to_grammar()):
+            self._preparer.check_structured(params)
+            return
+        await self.offload.grammar(lambda: self._preparer.check_structured(params, prompt))
 
     def offer_tail(self, entry: OpenRequest, index: int) -> None:
         """Requests that go on where a sample of another one stands are about to come: let them find
