@@ -131,6 +131,25 @@ def test_why_an_answer_ended(
     assert scripted.params[0].stop_strings == ("END",)
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r'{"a": "\ud83d", "b": 1}', r'{"a": "\ud83d", "b": 1}'),
+        ('{"a": 1e999, "b": -0.0}', '{"a": 1e999, "b": -0.0}'),
+        ('{\n  "a": 1\n}', '{\n  "a": 1\n}'),
+        ('{"a": ', "{}"),
+        ('{"a": NaN}', "{}"),
+        ("[1]", "{}"),
+        ('{"a": ' + "[" * 20_000, "{}"),
+    ],
+)
+def test_arguments_are_shown_as_they_were_written(written: str, shown: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {written}'
+    [(status, data)], _ = asked({"tools": TOOLS}, text=text)
+    assert status == 200
+    assert f'"input":{shown}'.encode() in data
+
+
 def test_a_conversation_goes_on_with_what_tools_return() -> None:
     [(_, data)], _ = asked({"tools": TOOLS})
     answer = json.loads(data)["content"]

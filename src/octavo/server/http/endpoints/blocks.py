@@ -6,6 +6,7 @@ to a chat's and write its outputs in their own words: a `BlockWriter` says what 
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -273,12 +274,20 @@ def chat_body(**fields: Any) -> ChatBody:
     return ChatBody.model_validate(without_nulls(fields))
 
 
-def parsed_arguments(block: Block) -> Any:
-    """The arguments of a call, as a JSON value; {} if the model has not written one."""
+def written_arguments(block: Block) -> msgspec.Raw:
+    """The arguments of a call as the model has written them: half a character or 1e999 is JSON, but
+    no value. {} if they are no whole JSON object."""
     try:
-        return msgspec.json.decode(block.arguments)
-    except msgspec.DecodeError:
-        return {}
+        value = json.loads(
+            block.arguments, parse_int=str, parse_float=str, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError):
+        value = None
+    return msgspec.Raw(block.arguments.encode() if isinstance(value, dict) else b"{}")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def new_writer(kind: type[BlockWriter], **more: Any) -> Any:

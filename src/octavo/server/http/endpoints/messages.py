@@ -28,7 +28,7 @@ from octavo.server.http.endpoints.blocks import (
     chat_body,
     needed,
     new_writer,
-    parsed_arguments,
+    written_arguments,
 )
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.generation import INT64_MAX, PromptBody, Texts, UserName
@@ -498,5 +498,5 @@ def _shown(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         # Nothing has to be proven when it is sent back.
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    call = {"id": block.call_id, "name": block.name, "input": parsed_arguments(block)}
+    call = {"id": block.call_id, "name": block.name, "input": written_arguments(block)}
     return {"type": "tool_use", **call}
