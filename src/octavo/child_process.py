@@ -124,7 +124,9 @@ def _watch(
 def describe_exit(status: int) -> str:
     """How a process has ended, by its `exit_status`."""
     if status < 0:
-        return f"it was ended by signal {-status} ({signal.Signals(-status).name})"
+        names = {each.value: f" ({each.name})" for each in signal.Signals}
+        # Most real-time signals have no name.
+        return f"it was ended by signal {-status}{names.get(-status, '')}"
     return f"it exited with status {status}"
 
 

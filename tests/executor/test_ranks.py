@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import model_zoo
+from octavo.child_process import describe_exit
 from octavo.config import make_config
 from octavo.core.step import (
     BlockCopy,
@@ -181,6 +182,18 @@ def test_a_rank_that_fails_ends_all(
     assert_gone(pids)
     with pytest.raises(EngineFailed, match=r"the ranks were ended: .*rank"):
         step(group, 3)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (3, "it exited with status 3"),
+        (-9, "it was ended by signal 9 (SIGKILL)"),
+        (-40, "it was ended by signal 40"),  # a real-time signal, which has no name
+    ],
+)
+def test_every_end_of_a_process_can_be_told(status: int, text: str) -> None:
+    assert describe_exit(status) == text
 
 
 def test_an_error_that_comes_with_a_result_is_not_lost() -> None:
