@@ -128,9 +128,19 @@ class WorldProcess:
     def kill(self) -> None:
         self.die(Death("it was killed", is_kill_from_outside=False))
 
-    async def end(self) -> Death:
-        self.die(self._death)
+    async def death(self) -> Death:
+        if self._world.ends_late:
+            await asyncio.sleep(self._world.draw.choice((0.0, 0.0, 1.0)))  # until that is known
         return self._death
+
+    async def ends(self) -> bool:
+        if not self._world.ends_late:
+            return True
+        await asyncio.sleep(1.0)
+        return self._world.draw.random() < 0.8  # a device may keep it from ending
+
+    async def end(self) -> None:
+        self.die(self._death)
 
     # ---------------------------------------------------------------- what the world does
 
@@ -175,6 +185,7 @@ class World(Listener):
         self.slice_units = slice_units
         self.num_blocks = num_blocks
         self.num_bad_starts = 0
+        self.ends_late = False  # whether processes that have died may take long to end
         self.num_crashes = 0
         self.model_config = read_model_config(resolve_model("demo"))
         self.processes: list[WorldProcess] = []

@@ -91,6 +91,7 @@ def disturb(world: World) -> None:
 
 async def live(seed: int, num_requests: int, num_deadly: int) -> None:
     world = World(seed, slice_units=random.Random(seed).choice((1, 2, 64)))
+    world.ends_late = seed % 2 == 1
     draw = world.draw
     num_replicas = draw.choice((1, 2, 3, 4))
     policy = draw.choice(("fcfs", "priority", "fair"))

@@ -16,6 +16,7 @@ from octavo.errors import EngineFailed, RequestFailed
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
+from octavo.server.engine_process.process import EngineProcess
 from octavo.server.engine_process.replica import Replica
 from octavo.server.engine_process.supervision import Supervision
 from server.clients import assert_nothing_is_held, complete, run, sampling, symbolic_client
@@ -94,7 +95,7 @@ def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) ->
                     others = [each.exchange for each in client.replicas if each is not replica]
                     taken = set(replica.exchange.open)
                     kill(replica)
-                    while replica.is_serving:
+                    while replica.is_serving or replica.exchange.open:
                         await asyncio.sleep(0)
                     # Before it is started again, the others have what it had and has not ended.
                     assert taken
@@ -160,6 +161,38 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on() -> None:
             with pytest.raises(RequestFailed):
                 await complete(client, [HANGING], 10)
             await load
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_replica_whose_process_does_not_end_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its devices may not let go of it: the other one does its work meanwhile."""
+    is_late, can_end = asyncio.Event(), asyncio.Event()
+    ends = EngineProcess.ends
+
+    async def late(process: EngineProcess) -> bool:
+        await is_late.wait()
+        await asyncio.sleep(0.01)
+        return can_end.is_set() and await ends(process)
+
+    async def test() -> None:
+        monkeypatch.setattr(EngineProcess, "ends", late)
+        async with symbolic_client("step=0.002", replication=TWO) as client:
+            suspects = asyncio.create_task(load_of_requests(client, num_tokens=300))
+            for replica in client.replicas:
+                await until_busy(replica)
+            poison = asyncio.create_task(complete(client, [1, RAISING, 2], 10))
+            while all(replica.is_serving for replica in client.replicas):
+                await asyncio.sleep(0.001)
+            poison.cancel()
+            await load_of_requests(client, count=5, num_tokens=10)
+            is_late.set()
+            await suspects  # which spare the last one for as long as the other may come soon
+            assert sum(replica.is_serving for replica in client.replicas) == 1
+            can_end.set()
             await assert_nothing_is_held(client)
 
     run(test())

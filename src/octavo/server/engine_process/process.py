@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from octavo.child_process import ChildProcess, describe_exit, start_child
@@ -18,7 +19,7 @@ from octavo.server.engine_process.channel import ChannelProtocol
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "octavo.server.engine_process.loop")
-EXIT_SECONDS = 5.0  # for a process to end by itself
+EXIT_SECONDS = 5.0  # for a process to end by itself, and again when it was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class EngineProcess:
         loop = asyncio.get_running_loop()
         # None: it is gone before it was ready.
         self._ready: asyncio.Future[m.EngineInfo | None] = loop.create_future()
-        self.gone: asyncio.Future[None] = loop.create_future()  # done when its socket has closed
+        # Done when its socket has closed: nothing more comes of it, though it may not have ended.
+        self.gone: asyncio.Future[None] = loop.create_future()
         self._crash: m.Crashed | None = None
         self._was_killed = False
         self._channel = ChannelProtocol(self._receive, self._end)
@@ -82,9 +84,9 @@ class EngineProcess:
             await self.end()
             raise
         if info is None:
-            raise EngineFailed(
-                f"the engine process died while it started: {(await self.end()).cause}"
-            )
+            await self.end()
+            cause = (await self.death()).cause
+            raise EngineFailed(f"the engine process died while it started: {cause}")
         return info
 
     @property
@@ -97,24 +99,47 @@ class EngineProcess:
         self._channel.send(m.encode(command))
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """End it at once, whatever it does. It is gone then, also if a device keeps it from ending:
+        nothing more is heard of it."""
         if self._child is not None and self._child.kill():
             self._was_killed = True
-
-    async def end(self) -> Death:
-        """Close the socket, which ends the process, and wait. Says how it ended."""
         self._channel.close()
-        assert self._child is not None, "it has not been started"
-        exiting = asyncio.wrap_future(self._child.exit_status)
-        done, _ = await asyncio.wait([exiting], timeout=EXIT_SECONDS)
-        if not done:
-            self.kill()
-            await asyncio.wait([exiting])
-        status = exiting.result()
+
+    async def death(self) -> Death:
+        """How it has died, once it is gone. It may not have ended yet; see `end`."""
         if self._crash is not None:
             return Death(self._crash.message, self._crash.is_kill_from_outside)
-        is_outside = -status == signal.SIGKILL and not self._was_killed
-        return Death(describe_exit(status), is_outside)
+        if not self._was_killed and not await self._exits():
+            self.kill()
+        if self._was_killed:  # what it ends with is known, and when it does is not
+            return Death(describe_exit(-signal.SIGKILL), False)
+        status = self._exit_status().result()
+        return Death(describe_exit(status), -status == signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Close the socket, which ends the process, and wait for that: its devices and its memory
+        are free then."""
+        while not await self.ends():
+            pass
+
+    async def ends(self) -> bool:
+        """Whether it ends soon after its socket is closed, or when it is killed for not doing so. A
+        device may keep it from ending for longer."""
+        self._channel.close()
+        if await self._exits():
+            return True
+        self.kill()
+        return await self._exits()
+
+    async def _exits(self) -> bool:
+        """Whether it has ended within EXIT_SECONDS."""
+        exiting = asyncio.wrap_future(self._exit_status())
+        done, _ = await asyncio.wait([exiting], timeout=EXIT_SECONDS)
+        return bool(done)
+
+    def _exit_status(self) -> Future[int]:
+        assert self._child is not None, "it has not been started"
+        return self._child.exit_status
 
     def _receive(self, payload: bytes) -> None:
         message = m.decode_message(payload)

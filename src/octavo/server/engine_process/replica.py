@@ -275,11 +275,15 @@ class Replica:
         cause = "it was stopped"
         while True:
             await self._start_again(cause)
-            assert self._process is not None, "it has just been started"
-            death = await self._wait_for_death(self._process)
+            process = self._process
+            assert process is not None, "it has just been started"
+            await self._wait_until_gone(process)
             self._down_since = time.monotonic()
-            self.state = "restarting"
-            self._take_death(self._process, death)
+            self.state = "restarting"  # what comes from now on goes elsewhere
+            death = await process.death()
+            self._take_death(process, death)
+            while not await process.ends():  # the next one needs what it has
+                self._note_failed_start()
             self._process, cause = None, death.cause
 
     async def _start_again(self, cause: str) -> None:
@@ -305,8 +309,8 @@ class Replica:
         self._num_failed_starts += 1
         self._owner.replica_troubled(self)
 
-    async def _wait_for_death(self, process: EngineProcess) -> Death:
-        """Monitor a process until it has died; one that hangs is killed."""
+    async def _wait_until_gone(self, process: EngineProcess) -> None:
+        """Monitor a process until nothing more comes of it; one that hangs is killed."""
         num_reports = self.exchange.num_reports
         while not process.gone.done():
             await asyncio.wait([process.gone], timeout=TICK_SECONDS)
@@ -323,7 +327,6 @@ class Replica:
                 process.kill()
                 await process.gone
             self._owner.replica_checked(self)
-        return await process.end()
 
     def _take_death(self, process: EngineProcess, death: Death) -> None:
         """Record a death, and let the owner decide what caused it."""
