@@ -37,6 +37,7 @@ class ChildProcess:
         what: str,
         connection: socket.socket,
         environment: Mapping[str, str] | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         """Start a program.
 
@@ -45,16 +46,18 @@ class ChildProcess:
             what: names the process in errors.
             connection: the child's alone from now on: it is closed here.
             environment: variables of the process, beside those of this one.
+            inherited: file descriptors that it gets, too, under the same numbers.
 
         Raises:
             NoRoom: the system has too few resources for a process at the moment.
         """
         self.exit_status: Future[int] = Future()
         spawned: Future[subprocess.Popen[bytes]] = Future()
-        with connection, _room_for(what):
+        with connection, room_for(what):
             # The child asks the kernel to end it with the thread that started it. This thread lasts
             # as long as the child does; the caller's may not.
-            arguments = (command, connection, environment or {}, spawned, self.exit_status)
+            descriptors = [connection.fileno(), *inherited]
+            arguments = (command, descriptors, environment or {}, spawned, self.exit_status)
             Thread(target=_watch, args=arguments, daemon=True).start()
             self._process = spawned.result()
 
@@ -71,20 +74,23 @@ class ChildProcess:
 
 
 def start_child(
-    command: Sequence[str], what: str, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    what: str,
+    environment: Mapping[str, str] | None = None,
+    inherited: Sequence[int] = (),
 ) -> tuple[ChildProcess, socket.socket]:
     """A process that has one end of a socket pair, and the other end. See ChildProcess."""
-    with _room_for(what):
+    with room_for(what):
         ours, theirs = socket.socketpair()
     try:
-        return ChildProcess(command, what, theirs, environment), ours
+        return ChildProcess(command, what, theirs, environment, inherited), ours
     except BaseException:
         ours.close()
         raise
 
 
 @contextmanager
-def _room_for(what: str) -> Iterator[None]:
+def room_for(what: str) -> Iterator[None]:
     """Raises NoRoom where the system has none."""
     try:
         yield
@@ -98,19 +104,19 @@ def _room_for(what: str) -> Iterator[None]:
 
 def _watch(
     command: Sequence[str],
-    connection: socket.socket,
+    descriptors: Sequence[int],
     environment: Mapping[str, str],
     spawned: Future[subprocess.Popen[bytes]],
     exit_status: Future[int],
 ) -> None:
     """Start the program and wait for its end; in a process group of its own, so that the terminal's
-    Ctrl-C does not reach it."""
+    Ctrl-C does not reach it. Of the file descriptors that it gets it is told the first."""
     try:
         child = subprocess.Popen(
-            [*command, str(connection.fileno())],
+            [*command, str(descriptors[0])],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print goes to the log, too
-            pass_fds=[connection.fileno()],
+            pass_fds=descriptors,
             env={**os.environ, **environment},
             process_group=0,
         )

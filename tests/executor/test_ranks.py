@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,21 @@ def test_a_rank_that_cannot_start(
     with pytest.raises(kind, match=text):
         make_group(model, **options)
     assert children(os.getpid()) <= before
+
+
+def test_ranks_that_start_leave_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parent may be killed at any time: it has none that it would have to remove."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model_config = read_model_config(model_zoo.model_directory("llama3"))
+    launcher = LocalLauncher(COMMAND)
+    config = make_config("counting", tensor_parallel_size=2)
+    try:
+        launcher.launch(config, model_config, logging.INFO)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        launcher.close()
 
 
 def test_ranks_of_a_group_that_was_forgotten_end() -> None:

@@ -6,19 +6,17 @@ A `Launcher` is all that differs between ranks of this machine and ranks of othe
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import signal
 import socket
 import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from octavo.channel import Channel
-from octavo.child_process import ChildProcess, describe_exit, is_stopped, start_child
+from octavo.child_process import ChildProcess, describe_exit, is_stopped, room_for, start_child
 from octavo.config import EngineConfig
 from octavo.errors import OutOfMemory
 from octavo.executor.messages import Start
@@ -93,10 +91,6 @@ class Launcher(Protocol):
         """
         ...
 
-    def started(self) -> None:
-        """All ranks have met, or none is left."""
-        ...
-
     def close(self) -> None:
         """End all processes; returns when they have ended. A second call does nothing."""
         ...
@@ -129,7 +123,8 @@ class LocalRank(RankProcess):
 
 
 class LocalLauncher:
-    """Ranks of this machine, which meet in a file."""
+    """Ranks of this machine, which meet in a file without a name: nothing is left of it, however
+    this process ends."""
 
     cause_seconds = 0.5
 
@@ -137,7 +132,6 @@ class LocalLauncher:
         """command: the ranks' program; see ChildProcess."""
         self._command = command
         self._processes: list[LocalRank] = []
-        self._folder: Path | None = None
 
     def launch(
         self, config: EngineConfig, model_config: ModelConfig, log_level: int
@@ -149,18 +143,15 @@ class LocalLauncher:
                 f"tensor_parallel_size: {size} processes take about {format_bytes(RANK_BYTES)} "
                 f"each, and {format_bytes(free)} are free"
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        for rank in range(size):
-            shard, address = Shard(rank, size), f"file://{self._folder}/ranks"
-            start = Start(config, model_config, shard, shard, address, log_level)
-            child, connection = start_child(self._command, f"rank {rank}")
-            self._processes.append(LocalRank(start, child, connection))
+        with room_for("the file in which ranks meet"):
+            meeting = os.memfd_create("octavo-ranks")
+        with open(meeting, "wb"):  # each rank has it, too
+            for rank in range(size):
+                shard, address = Shard(rank, size), f"file:///proc/self/fd/{meeting}"
+                start = Start(config, model_config, shard, shard, address, log_level)
+                child, connection = start_child(self._command, f"rank {rank}", inherited=[meeting])
+                self._processes.append(LocalRank(start, child, connection))
         return self._processes
-
-    def started(self) -> None:
-        """See Launcher.started."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """See Launcher.close."""

@@ -36,8 +36,8 @@ from octavo.executor.messages import (
 
 Submit = Callable[[StepPlan], PendingStep]  # see Executor.submit
 
-# Torch's monitor of NCCL looks once a second into the file where the ranks have met, which is gone
-# by then. The engine's process notices ranks that hang.
+# Torch's monitor of NCCL looks once a second into the file where the ranks have met. The engine's
+# process notices ranks that hang.
 _ENVIRONMENT = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 

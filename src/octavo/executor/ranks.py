@@ -68,8 +68,6 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-        finally:
-            self._launcher.started()
 
     def send(self, payload: bytes) -> None:
         """Send a message to all ranks. Raises EngineFailed."""

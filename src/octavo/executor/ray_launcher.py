@@ -152,9 +152,6 @@ class RayLauncher:
                 self._processes.append(RayRank(start, connection, home, pid))
         return self._processes
 
-    def started(self) -> None:
-        """See Launcher.started."""
-
     def close(self) -> None:
         """See Launcher.close."""
         if not self._is_connected:

@@ -16,7 +16,7 @@ def connect(
     """Join the group; returns when all of its ranks have.
 
     Args:
-        address: where the ranks meet, "file:///path" of a file that does not exist yet, or
+        address: where the ranks meet, "file:///path" of a file that is empty or not there yet, or
             "tcp://host:port", where rank 0 will listen.
         device: on which tensors will be exchanged; a GPU is the process's current one.
         is_one_host: whether all ranks are on this host, where GPUs may reach each other's memory.
