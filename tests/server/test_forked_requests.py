@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -312,5 +313,26 @@ def test_grammars_of_ended_responses_and_forks_count_as_tokens_of_their_size(
                     known.find(f"r{number}", tenant, 0)
                 with pytest.raises(ApiError, match="no fork"):
                     kept.find(f"f{number}", tenant)
+
+    run(test())
+
+
+def test_a_tenant_has_no_responses_and_forks_of_others_forgotten() -> None:
+    async def test() -> None:
+        known, kept, offload = responses.Responses(2), forks.Forks(2), Offload()
+        first, other = Tenant("", "key 1"), Tenant("", "key 2")
+        for tenant, number in [(first, 0), *((other, number) for number in range(5))]:
+            known.end(known.begin(f"r{number}", tenant, [], 1))
+            fork = forks.Fork({"id": f"f{number}"}, None, tenant, [], 1, offload)
+            kept.add(fork, is_kept=True)
+            await fork.ended
+            await asyncio.sleep(0)
+        for tenant, number, is_kept in [(first, 0, True), (other, 2, False), (other, 4, True)]:
+            # A response that is known has no choices here, which is another error.
+            with pytest.raises(ApiError, match="0 choices" if is_kept else "no response"):
+                known.find(f"r{number}", tenant, 0)
+            with contextlib.nullcontext() if is_kept else pytest.raises(ApiError, match="no fork"):
+                kept.find(f"f{number}", tenant)
+        offload.close()
 
     run(test())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import Tenant
 from octavo.server.http.responses import tokens_of_grammars
+from octavo.server.http.shares import Shares
 from octavo.server.offload import Offload
 
 BodyT = TypeVar("BodyT")
@@ -188,10 +188,10 @@ class Forks:
     """Owns the forks that can be joined or cancelled by their ids. An id is its tenant's own."""
 
     def __init__(self, max_ended: int) -> None:
-        """`max_ended`: how many are remembered after their end, the latest."""
-        self._max_ended = max_ended
+        """`max_ended`: how many of each tenant are remembered after their end, those that ended or
+        were asked for last."""
         self._open: dict[tuple[str, str], Fork[Any]] = {}
-        self._ended: OrderedDict[tuple[str, str], Fork[Any]] = OrderedDict()  # the oldest first
+        self._ended: Shares[tuple[str, str], Fork[Any]] = Shares(max_ended, MAX_TOKENS)
 
     def add(self, fork: Fork[Any], is_kept: bool) -> None:
         """`is_kept`: remember it after its end; otherwise the caller will `remove` it."""
@@ -201,9 +201,10 @@ class Forks:
 
     def remove(self, fork: Fork[Any]) -> None:
         """Nobody can join it any more."""
-        for table in (self._open, self._ended):
-            if table.get(fork.key) is fork:
-                del table[fork.key]
+        if self._open.get(fork.key) is fork:
+            del self._open[fork.key]
+        if self._ended.get(fork.key) is fork:
+            self._ended.remove(fork.key)
 
     def find(self, fork_id: str, tenant: Tenant, index: int | None = None) -> Fork[Any]:
         """Raises ApiError 404 if the tenant has no such fork, or it has no such child: beams are
@@ -225,8 +226,4 @@ class Forks:
         if self._open.get(fork.key) is not fork:
             return
         del self._open[fork.key]
-        self._ended[fork.key] = fork
-        self._ended.move_to_end(fork.key)
-        num_tokens = sum(each.num_tokens for each in self._ended.values())
-        while len(self._ended) > self._max_ended or num_tokens > MAX_TOKENS:
-            num_tokens -= self._ended.popitem(last=False)[1].num_tokens
+        self._ended.put(fork.key[0], fork.key, fork, fork.num_tokens)

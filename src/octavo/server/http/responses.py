@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.keys import Tenant
+from octavo.server.http.shares import Shares
 
 TOKEN_BYTES = 4
 MAX_TOKENS = 1 << 22  # of all ended responses together; grammars count as tokens of their size
@@ -70,14 +70,11 @@ class Responses:
     """Owns what is known of responses. An id is its tenant's own: to another one it is unknown."""
 
     def __init__(self, max_ended: int) -> None:
-        """`max_ended`: how many are remembered after their end, those that ended or were asked for
-        last."""
+        """`max_ended`: how many of each tenant are remembered after their end, those that ended or
+        were asked for last."""
         self._max_ended = max_ended
         self._open: dict[tuple[str, str], Response] = {}
-        self._ended: OrderedDict[tuple[str, str], Response] = (
-            OrderedDict()
-        )  # those used last come last
-        self._num_tokens = 0  # of the ended ones
+        self._ended: Shares[tuple[str, str], Response] = Shares(max_ended, MAX_TOKENS)
 
     def begin(
         self, response_id: str, tenant: Tenant, streams: Sequence[RequestStream], num_samples: int
@@ -96,11 +93,7 @@ class Responses:
         if self._open.get(response.key) is not response:
             return  # the id stands for a later one
         del self._open[response.key]
-        self._forget(response.key)
-        self._ended[response.key] = response
-        self._num_tokens += response.num_tokens
-        while len(self._ended) > self._max_ended or self._num_tokens > MAX_TOKENS:
-            self._forget(next(iter(self._ended)))
+        self._ended.put(response.key[0], response.key, response, response.num_tokens)
 
     def find(self, response_id: str, tenant: Tenant, index: int) -> Parent:
         """A choice of a response. Raises ApiError: 404 if there is no such response of the tenant,
@@ -115,8 +108,6 @@ class Responses:
                 "parent",
                 "response_not_found",
             )
-        if key in self._ended:
-            self._ended.move_to_end(key)
         num_choices = len(response.choices) or len(response.streams) * response.num_samples
         if index >= num_choices:
             raise refused("choice", f"{index} is not one of the response's {num_choices} choices")
@@ -127,11 +118,6 @@ class Responses:
         if not stream.samples:
             raise refused("parent", "the beams of a search are known at its end; fork it then")
         return _running_choice(stream, sample_index)
-
-    def _forget(self, key: tuple[str, str]) -> None:
-        known = self._ended.pop(key, None)
-        if known is not None:
-            self._num_tokens -= known.num_tokens
 
 
 def tokens_of_grammars(grammars: Iterable[Grammar | None]) -> int:

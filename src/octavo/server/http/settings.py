@@ -103,8 +103,8 @@ class ServerSettings:
     ping_seconds: float = 15.0
     """Interval of keep-alive comments in event streams; 0: none."""
     max_forkable: int = 256
-    """Responses that can be forked after their end: those that ended or were forked last; and ended
-    forks that can still be joined."""
+    """Responses of each tenant that can be forked after their end: those that ended or were forked
+    last; and ended forks that can still be joined."""
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
