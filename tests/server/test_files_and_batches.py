@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server.engine_process.supervision import Supervision
+from octavo.server.http import batch as batch_module
 from octavo.server.http import batches as batches_module
 from octavo.server.http.app import create_app
 from octavo.server.http.batch import post
@@ -650,22 +652,70 @@ def test_a_batch_that_fails_at_its_end_leaves_nothing_behind(
             file = add_file(app, tmp_path, token_line(0, 2), token_line(1, -1))
             add, added = files.add, list[FileRecord]()
 
-            def add_until_full(*arguments: Any) -> FileRecord:
+            def add_until_it_fails(*arguments: Any) -> FileRecord:
                 if len(added) == num_added:
-                    raise ApiError(507, "no space left")
+                    raise RuntimeError("a bug")
                 added.append(add(*arguments))
                 return added[-1]
 
-            monkeypatch.setattr(files, "add", add_until_full)
+            monkeypatch.setattr(files, "add", add_until_it_fails)
             batches.start(app)
             record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
             record = await ended(batches, record.id)
-            assert (record.status, record.error) == ("failed", "no space left")
+            assert (record.status, record.error) == ("failed", "a bug")
             assert record.output_file_id == (added[0].id if added else None)
             kept = {file.id, *(each.id for each in added)}
             names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
             records = {f"{each}.json" for each in (*kept, record.id)}
             assert names == {"lock", *kept, *records}
+            await batches.stop()
+            files.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(("room", "is_of_bytes"), [(0, True), (700, True), (2, False), (5, False)])
+def test_a_batch_goes_on_when_the_disk_is_full_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, is_of_bytes: bool
+) -> None:
+    """It is full while answers are written, or when files and the record are at the end."""
+    monkeypatch.setattr(batches_module, "STORAGE_SECONDS", 0.01)
+    num_left, num_refused, replace = room, 0, os.replace
+
+    def has_room(size: int) -> None:
+        nonlocal num_left, num_refused
+        if size > num_left and num_refused < 2:
+            num_refused += 1
+            raise OSError(errno.ENOSPC, "no space left")
+        num_left -= size
+
+    def replace_if_room(source: Path, target: Path) -> None:
+        has_room(1)
+        replace(source, target)
+
+    class Disk(FileIO):
+        def write(self, data: Any) -> int:
+            has_room(len(data))
+            return super().write(data)
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches, files = app.state.context.batches, app.state.context.files
+            file = add_file(app, tmp_path, *[token_line(i, 2) for i in range(3)], token_line(3, -1))
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+            if is_of_bytes:
+                monkeypatch.setattr(batch_module, "FileIO", Disk)
+            else:
+                monkeypatch.setattr(os, "replace", replace_if_room)
+            batches.start(app)
+            record = await ended(batches, record.id)
+            assert (record.status, record.completed, record.failed) == ("completed", 3, 1)
+            assert num_refused == 2
+            assert answers_of(app, record.output_file_id).keys() == {"c0", "c1", "c2"}
+            kept = {file.id, record.output_file_id, record.error_file_id}
+            names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+            assert names == {"lock", *kept, *(f"{each}.json" for each in (*kept, record.id))}
             await batches.stop()
             files.close()
 

@@ -41,6 +41,10 @@ ID_PREFIX = "batch_req_"
 MAX_SHOWN = 64  # characters of the input in an error message
 
 
+class Unwritable(InvalidRequest):
+    """The replies of a batch cannot be written: the disk is full, say."""
+
+
 class BatchRequest(msgspec.Struct):
     """A line of the input."""
 
@@ -132,8 +136,8 @@ def _open_output(path: Path) -> FileIO:
     return FileIO(os.open(path, flags, 0o666), "wb")
 
 
-def _unwritable(path: Path, error: OSError) -> InvalidRequest:
-    return InvalidRequest("output", f"{path} cannot be written ({error.strerror})")
+def _unwritable(path: Path, error: OSError) -> Unwritable:
+    return Unwritable("output", f"{path} cannot be written ({error.strerror})")
 
 
 def _keep_answered(path: Path) -> Counter[str]:

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 from starlette.types import ASGIApp
 
-from octavo.server.http.batch import URLS, Tally, prepare, read_lines, run_batch
+from octavo.server.http.batch import URLS, Tally, Unwritable, prepare, read_lines, run_batch
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.file_store import FileRecord, FileStore, Record, Records
 from octavo.server.http.keys import Tenant
@@ -30,7 +30,11 @@ MAX_OPEN = 64  # requests of a batch at once
 NUM_FILES = 2  # that a batch writes at most: its answers, and its errors
 MAX_BATCHES = 1_000  # of a tenant
 MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
+STORAGE_SECONDS = 60.0  # until a batch goes on whose answers could not be written
 WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
+
+# What keeps a batch from writing its answers and its record.
+STORAGE_ERRORS = (Unwritable, ApiError, OSError)
 
 logger = logging.getLogger(__name__)
 
@@ -185,13 +189,20 @@ class Batches:
             while (record := self._next()) is not None:
                 self._turns[record.tenant] = max(self._turns.values(), default=0) + 1
                 try:
-                    await self._run(app, record)
-                except Exception as error:
-                    logger.exception("batch %s failed", record.id)
-                    try:
-                        self._end(record, "failed", str(error) or type(error).__name__)
-                    except ApiError as unwritten:  # then it is tried again after a restart
-                        logger.error("batch %s cannot be recorded: %s", record.id, unwritten)
+                    await self._run_or_fail(app, record)
+                except STORAGE_ERRORS as error:  # what is answered stays so
+                    logger.error("batch %s goes on later: %s", record.id, error)
+                    await asyncio.sleep(STORAGE_SECONDS)
+
+    async def _run_or_fail(self, app: ASGIApp, record: BatchRecord) -> None:
+        """Answer one batch, or fail it. Raises one of STORAGE_ERRORS if it is to go on later."""
+        try:
+            await self._run(app, record)
+        except STORAGE_ERRORS:
+            raise
+        except Exception as error:
+            logger.exception("batch %s failed", record.id)
+            self._end(record, "failed", str(error) or type(error).__name__)
 
     def _next(self) -> BatchRecord | None:
         """The oldest batch of the tenant who has waited longest for a turn."""
@@ -260,8 +271,14 @@ class Batches:
         self._end(record, status)
 
     def _end(self, record: BatchRecord, status: Status, error: str | None = None) -> None:
+        """Raises ApiError 507 if that cannot be recorded: then it has not ended."""
+        before = record.status, record.error, record.ended_at
         record.status, record.error, record.ended_at = status, error, int(time.time())
-        self.records.put(record)
+        try:
+            self.records.put(record)
+        except ApiError:
+            record.status, record.error, record.ended_at = before
+            raise
         self._work_path(record).unlink(missing_ok=True)
 
     def _work_path(self, record: BatchRecord) -> Path:
