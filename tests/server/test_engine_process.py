@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -40,6 +43,7 @@ from octavo.server.engine_process.messages import (
     decode_message,
     encode,
 )
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Supervision
 from processes import assert_gone
 from server.clients import (
@@ -130,6 +134,29 @@ def test_the_queue_is_bounded() -> None:
                 stream.abort()
             await asyncio.gather(*good)
             await complete(client, [1], 1)
+
+    run(test())
+
+
+def test_the_queue_is_bounded_for_those_who_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for each of them when it comes, and for some when its text is tokenized."""
+
+    async def test() -> None:
+        async with symbolic_client(supervision=Supervision(max_waiting=3)) as client:
+            num_here, are_all_here = 0, asyncio.Event()
+
+            async def late(size: int, work: Callable[[], Any]) -> Any:
+                nonlocal num_here
+                num_here += 1
+                if num_here == 8:
+                    are_all_here.set()
+                await are_all_here.wait()
+                return work()
+
+            monkeypatch.setattr(client.offload, "text", late)
+            asked = [client.generate("a", sampling(1)) for _ in range(8)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert Counter(map(type, answers)) == {RequestStream: 3, Overloaded: 5}
 
     run(test())
 

@@ -202,7 +202,8 @@ class EngineClient:
             if not isinstance(params, PoolingParams) and params.structured is not None:
                 begun = token_ids if decoder_input_ids is None else decoder_input_ids
                 await self._check_structured(params, begun)
-            self._check_open()  # both may have taken a while
+            self._check_open()  # both may have taken a while, in which others have come
+            self._check_room(tenant)
             # The engine may hold less than the model could use.
             max_model_len = self.info.max_model_len
             prepared = self._preparer.prepare(
