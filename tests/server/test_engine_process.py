@@ -107,6 +107,11 @@ def test_bad_requests_are_refused_before_there_is_a_stream() -> None:
                 await client.unpin_prefix("x")
             with pytest.raises(InvalidRequest, match="shorter than one block"):
                 await client.pin_prefix([1] * 15)
+            with pytest.raises(InvalidRequest, match=r"^request_id: .* is not valid Unicode"):
+                await client.generate([1], sampling(1), request_id="\ud800")
+            with pytest.raises(InvalidRequest, match=r"^name: .* is not valid Unicode"):
+                await client.pin_prefix([1] * 16, "\ud800")
+            assert not client.replicas[0].exchange.has_work, "it would count as one that hangs"
             first = asyncio.create_task(client.generate([1], sampling(50), request_id="a"))
             await asyncio.sleep(0)  # it has been sent, and nothing has come back
             with pytest.raises(InvalidRequest, match="'a' is in use"):

@@ -23,7 +23,7 @@ from octavo.engine.validation import (
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable, shown
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
-from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams, valid_text
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.draining import Drainer
@@ -212,6 +212,7 @@ class EngineClient:
             self._check_width(prepared)
             if request_id is None:
                 request_id = uuid.uuid4().hex
+            valid_text("request_id", request_id)
             text = given if isinstance(given, str) else None
             entry = OpenRequest(request_id, prepared, text, arrival_time, home=home)
             stream = RequestStream(entry, params, self.tokenizer, self._delivery)
@@ -283,7 +284,7 @@ class EngineClient:
     ) -> PinnedPrefix:
         """Compute a prefix and keep it in the cache, also after a restart of the engine.
 
-        Raises InvalidRequest: it is shorter than a block, too long, or the name is taken.
+        Raises InvalidRequest: it is shorter than a block or too long; the name is taken or no text.
         """
         self._check_open()
         if not self.info.enable_prefix_caching:
@@ -293,6 +294,7 @@ class EngineClient:
         token_ids = self._preparer.whole_blocks(token_ids, info.max_model_len, info.block_size)
         if name is None:
             name = f"prefix-{uuid.uuid4().hex[:8]}"
+        valid_text("name", name)
         if name in self._journal.pins:
             raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
         pin = Pin(name, token_ids, cache_salt, asyncio.get_running_loop().create_future())
