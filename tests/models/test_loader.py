@@ -25,6 +25,7 @@ from octavo.models.loader import (
 )
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.ops.quantized import ScaledFloat8
 
 CPU = torch.device("cpu")
 PROMPT = model_zoo.random_token_ids(20)
@@ -108,6 +109,44 @@ def test_names_in_files_as_transformers_5_holds_them(name: str, tmp_path: Path) 
     files = [load_file(each / "model.safetensors") for each in (directory, tmp_path)]
     assert files[0].keys() != files[1].keys()
     torch.testing.assert_close(logits(tmp_path), logits(directory))
+
+
+@pytest.mark.parametrize("is_original", [False, True])
+@pytest.mark.parametrize(
+    ("name", "block"), [("mixtral", (8, 8)), ("granitemoe", (8, 8)), ("qwen3_moe", None)]
+)
+def test_experts_in_fp8_as_transformers_5_writes_them(
+    name: str, block: tuple[int, int] | None, is_original: bool, tmp_path: Path
+) -> None:
+    """Scales are of all experts of a layer, whatever the names of the experts themselves."""
+    reference = model_zoo.load_reference(model_zoo.model_directory(name))
+    experts = {
+        key: ScaledFloat8.quantize(tensor, block or (tensor.shape[-2], tensor.shape[-1]))
+        for key, tensor in reference.state_dict().items()
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    }
+
+    def write(directory: Path, values: Tensors, **fields: object) -> Path:
+        reference.load_state_dict(values, strict=False)
+        reference.save_pretrained(directory, save_original_format=is_original)
+        config = json.loads((directory / "config.json").read_text()) | fields
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    dense = write(tmp_path / "dense", {key: each.dequantize() for key, each in experts.items()})
+    method = {"quant_method": "fp8", "weight_block_size": block}
+    values = {key: each.weight.float() for key, each in experts.items()}
+    quantized = write(tmp_path / "quantized", values, quantization_config=method)
+    tensors = load_file(quantized / "model.safetensors")
+    for key, tensor in tensors.items():
+        if "experts." in key or "put_linear" in key:
+            tensors[key] = tensor.to(torch.float8_e4m3fn)
+    for key, each in experts.items():
+        if is_original and name == "mixtral":
+            key = key.replace("mlp", "block_sparse_moe")
+        tensors[f"{key}_scale_inv"] = each.scales
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(logits(quantized), logits(dense))
 
 
 def test_harmless_extras(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ class Format(NamedTuple):
     dense: str = ".weight"  # what the weight is called behind the module
     is_transposed: bool = False  # dense checkpoints have it as [..., in_features, out_features]
     ignored: str = (
-        r".*\.((input|activation|output)_scale|input_(zero_point|global_scale)"
-        r"|(q|k|v|kv)_scale|[kv]_zero_point)"
+        r".*\.((input|output|((gate_up|down)_proj_)?activation)_scale"
+        r"|input_(zero_point|global_scale)|(q|k|v|kv)_scale|[kv]_zero_point)"
     )
 
 
@@ -145,13 +145,31 @@ def joined(
     Raises:
         ModelError: a weight lacks one of its tensors, or is there twice; names it.
     """
-    format_ = FORMATS[quantization.method]
+    formats = (FORMATS[quantization.method], *EXPERT_FORMATS.get(quantization.method, ()))
     stored: dict[str, tuple[Path, StoredTensor]] = {}
     for path, name, tensor in tensors:
         if name in stored:
             raise ModelError(f"{path}: {name} is also in {stored[name][0].name}")
         stored[name] = path, tensor
-    endings = tuple(format_.joint + marker for marker in format_.markers)
+    if len(formats) > 1:
+        _divide_scales(stored)
+    for format_ in formats:
+        yield from _joined(format_, stored, quantization, device)
+    for format_ in formats:
+        _check_complete(format_, stored)
+    for name, (path, tensor) in stored.items():
+        if not any(re.fullmatch(format_.ignored, name) for format_ in formats):
+            yield path, name, tensor
+
+
+def _joined(
+    format_: Format,
+    stored: dict[str, tuple[Path, StoredTensor]],
+    quantization: Quantization,
+    device: torch.device,
+) -> Iterator[tuple[Path, str, StoredTensor]]:
+    """The weights that are stored in a format, whose tensors `stored` loses."""
+    endings = _endings(format_)
     for marker in [name for name in stored if name.endswith(endings)]:
         [ending] = [each for each in endings if marker.endswith(each)]
         module, (path, tensor) = marker.removesuffix(ending), stored.pop(marker)
@@ -177,21 +195,93 @@ def joined(
             )
         weight = QuantizedTensor(where, format_, own, parts, device)
         yield path, module + format_.dense, weight
-    parts_alone = tuple(format_.joint + name for name in _parts_alone(format_))
+
+
+def _check_complete(format_: Format, stored: Mapping[str, tuple[Path, StoredTensor]]) -> None:
+    """Raise ModelError if there is a part of a weight that means nothing without the others."""
+    lines = (*format_.needed, *format_.optional)
+    names = {name for line in lines for name in line.split("|")}
+    names.discard(format_.dense.removeprefix(format_.joint))  # a weight that is not quantized
+    parts_alone = tuple(format_.joint + name for name in names)
     for name, (path, _) in stored.items():
         if name.endswith(parts_alone):
             module = name.removesuffix(next(each for each in parts_alone if name.endswith(each)))
-            lacking = " or ".join(module + each for each in endings)
+            lacking = " or ".join(module + each for each in _endings(format_))
             raise ModelError(f"{path}: {name} is there, but not {lacking}")
-    for name, (path, tensor) in stored.items():
-        if not re.fullmatch(format_.ignored, name):
-            yield path, name, tensor
 
 
-def _parts_alone(format_: Format) -> set[str]:
-    """The names of parts that mean nothing without the others."""
-    lines = (*format_.needed, *format_.optional)
-    return {name for line in lines for name in line.split("|")} - {"weight"}
+def _endings(format_: Format) -> tuple[str, ...]:
+    return tuple(format_.joint + marker for marker in format_.markers)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfExpert:
+    """Some rows of one of the matrices in a tensor. See StoredTensor."""
+
+    whole: StoredTensor
+    expert: int
+    rows: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows.stop - self.rows.start, self.whole.shape[2])
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """See StoredTensor.read."""
+        rows = slice(self.rows.start + index[0].start, self.rows.start + index[0].stop)
+        return self.whole.read((slice(self.expert, self.expert + 1), rows, index[1]))[0]
+
+
+_SCALES_OF_EXPERTS = re.compile(
+    r"(?P<block>.+)\.experts\.(?P<name>gate_up_proj|down_proj)_scale_inv"
+)
+# What files call the projections of one expert that transformers holds as one.
+_OF_ONE_EXPERT: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+_OF_ALL_EXPERTS = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}  # Granite
+
+
+def _divide_scales(stored: dict[str, tuple[Path, StoredTensor]]) -> None:
+    """Give experts the scales that transformers 5 writes beside them as it holds them, of all
+    experts of a layer in one tensor, while it gives the experts themselves the names of the
+    original files.
+
+    Raises ModelError if the gates and ups of an expert share scales of one of several blocks.
+    """
+    for name in [name for name in stored if _SCALES_OF_EXPERTS.fullmatch(name)]:
+        match = _SCALES_OF_EXPERTS.fullmatch(name)
+        assert match is not None
+        block, kind = match["block"], match["name"]
+        if f"{block}.experts.{kind}" in stored:  # which transformers wrote as it holds it, too
+            continue
+        path, scale = stored[name]
+        of_all = f"{block}.{_OF_ALL_EXPERTS[kind]}.weight"
+        if of_all in stored:
+            stored[f"{of_all}_scale_inv"] = stored.pop(name)
+            continue
+        first = f"{block}.experts.0."
+        named = (each for each in _OF_ONE_EXPERT[kind] if f"{first}{each[0]}.weight" in stored)
+        projections = next(named, None)
+        if projections is None:
+            continue
+        rows = scale.shape[1] if len(scale.shape) == 3 else 0
+        if rows != 1 and (rows == 0 or rows % len(projections)):
+            raise ModelError(
+                f"{path}: {name} has shape {list(scale.shape)}; scales of {', '.join(projections)} "
+                "are [experts, blocks of outputs, blocks of inputs], as many for each of them"
+            )
+        del stored[name]
+        height = max(1, rows // len(projections))
+        for expert in range(scale.shape[0]):
+            for number, projection in enumerate(projections):
+                begin = height * number if rows > 1 else 0
+                own = _OfExpert(scale, expert, slice(begin, begin + height))
+                key = f"{block}.experts.{expert}.{projection}.weight_scale_inv"
+                if key in stored:
+                    raise ModelError(f"{path}: {key} is there, and so is {name}")
+                stored[key] = path, own
 
 
 # ---------------------------------------------------------------- formats
@@ -201,6 +291,12 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     """e4m3 times a scale per tensor, per row or per block."""
     name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     return _float8(parts, "weight", name, quantization)
+
+
+def _fp8_experts(parts: Parts, quantization: Quantization) -> QuantizedWeight:
+    """The same for all experts of a layer: [experts, out_features, in_features]."""
+    (name,) = (each for each in parts if not each.endswith("_scale_inv"))
+    return _float8(parts, name, f"{name}_scale_inv", quantization)
 
 
 def _modelopt(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
@@ -225,30 +321,38 @@ def _float8(
     parts: Parts, weight_name: str, scale_name: str, quantization: Quantization
 ) -> ScaledFloat8:
     weight, scale = parts[weight_name], parts[scale_name]
-    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or not weight.numel():
+    dims = weight.dim()
+    if weight.dtype != torch.float8_e4m3fn or dims not in (2, 3) or not weight.numel():
         raise FormatError(
             weight_name,
-            f"is {weight.dtype} {list(weight.shape)}; FP8 weights are torch.float8_e4m3fn in 2-D",
+            f"is {weight.dtype} {list(weight.shape)}; FP8 weights are torch.float8_e4m3fn in 2-D, "
+            "those of all experts of a layer in 3-D",
         )
     _check_no_nan(weight, weight_name)
     if scale.dtype == torch.float8_e8m0fnu:  # powers of two
         scale = scale.float()
     _check_scales(scale, scale_name, "positive", FLOAT8_MAX)
-    sizes, scale = (weight.shape[0], weight.shape[1]), scale.float()
-    block = quantization.block
+    *leading, num_rows, num_columns = weight.shape
+    scale, block = scale.float(), quantization.block
     if block is not None:
         rows, columns = block
-        expected = [-(-sizes[0] // rows), -(-sizes[1] // columns)]
-        if scale.numel() == 1 and expected == [1, 1]:
-            scale = scale.view(1, 1)
+        expected = [*leading, -(-num_rows // rows), -(-num_columns // columns)]
+        if scale.numel() == math.prod(expected) == math.prod(leading):
+            scale = scale.view(expected)
         if list(scale.shape) != expected:
             raise FormatError(
                 scale_name,
                 f"has shape {list(scale.shape)}, not {expected}: blocks are {rows} x {columns}",
             )
+    elif leading:
+        if list(scale.shape) != [*leading, 1, 1]:
+            raise FormatError(
+                scale_name, f"has shape {list(scale.shape)}, not {[*leading, 1, 1]}: one per expert"
+            )
+        block = (num_rows, num_columns)
     else:
-        scale = _per_row(scale, sizes[0], scale_name, quantization.has_row_scales)
-        block = (1 if len(scale) == sizes[0] else sizes[0], sizes[1])
+        scale = _per_row(scale, num_rows, scale_name, quantization.has_row_scales)
+        block = (1 if len(scale) == num_rows else num_rows, num_columns)
     return ScaledFloat8(weight, scale, block, quantization.quantizes_inputs)
 
 
@@ -570,6 +674,13 @@ FORMATS: Mapping[str, Format] = {
     "torchao": Format(("_weight_qdata",), ("_weight_scale",), ("_weight_zero_point",), _torchao),
     "modelopt": Format(("weight_scale",), ("weight",), ("weight_scale_2",), _modelopt),
     "mxfp4": Format(("blocks",), ("scales",), (), _mxfp4, "_", "", is_transposed=True),
+}
+# In which the experts of a layer are stored as transformers 5 holds them.
+EXPERT_FORMATS: Mapping[str, tuple[Format, ...]] = {
+    "fp8": tuple(
+        Format((f"{name}_scale_inv",), (name,), (), _fp8_experts, dense=f".{name}")
+        for name in ("gate_up_proj", "down_proj")
+    )
 }
 
 
