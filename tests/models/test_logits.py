@@ -220,6 +220,10 @@ def test_the_text_part_of_mistral_3(name: str, has_head: bool, tmp_path: Path) -
         (tmp_path / "config.json").write_text(json.dumps(whole | outside))
         config = read_model_config(tmp_path)
         assert (config.bos_token_id, config.eos_token_ids) == (8, ends)
+    whole["text_config"] = fields | {"dtype": "float16"}
+    for outside, dtype in (({}, "float16"), ({"torch_dtype": "bfloat16"}, "bfloat16")):
+        (tmp_path / "config.json").write_text(json.dumps(whole | outside))
+        assert read_model_config(tmp_path).dtype == dtype
     whole["text_config"] = fields | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(ModelError, match="text_config: model_type is 'llama'; octavo knows mini"):

@@ -152,7 +152,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
         architecture=family.architecture,
         family=family.model_type,
         model_class=family.model_class,
-        dtype=_dtype(config),
+        dtype=_dtype(config, text),
         quantization=quantization,
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         decoder_start_token_id=(
@@ -351,9 +351,14 @@ def _sampling_defaults(generation: Fields) -> dict[str, Any]:
     return defaults
 
 
-def _dtype(config: Fields) -> str:
-    name = "dtype" if config.get("dtype", None) is not None else "torch_dtype"
-    value = config.get(name, "float32")
-    if value not in DTYPES:
-        raise config.error(name, f"octavo serves {', '.join(DTYPES)}")
-    return str(value)
+def _dtype(*parts: Fields) -> str:
+    """Of the weights; parts: of config.json, the first of which that names a dtype counts."""
+    for part in parts:
+        for name in ("dtype", "torch_dtype"):
+            value = part.get(name, None)
+            if value is None:
+                continue
+            if value not in DTYPES:
+                raise part.error(name, f"octavo serves {', '.join(DTYPES)}")
+            return str(value)
+    return "float32"
