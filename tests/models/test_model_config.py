@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from model_zoo import write_model
 from octavo.config import ModelImpl
@@ -872,6 +873,25 @@ def test_yarn(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN25_05B | {"rope_scaling": scaled})
     expected = (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)
     assert config.rotaries[0].attention_factor == pytest.approx(expected)
+    for name in ("attn_factor", "extrapolation_factor"):  # of the authors' code
+        assert read(tmp_path, QWEN25_05B | {"rope_scaling": scaled | {name: 1.0}}) == config
+        with pytest.raises(ModelError, match=f"{name} is 0.5; octavo does not implement"):
+            read(tmp_path, QWEN25_05B | {"rope_scaling": yarn | {name: 0.5}})
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in ACT2FN if "gelu" in each and each not in ("gelu_10", "quick_gelu")]
+)
+def test_names_of_gelu(name: str, tmp_path: Path) -> None:
+    x = torch.linspace(-4, 4, 200, dtype=torch.float64)
+    exact = torch.nn.functional.gelu(x)
+    is_tanh = float((ACT2FN[name](x) - exact).abs().max()) > 1e-5
+    expected = "gelu_tanh" if is_tanh else "gelu"
+    gpt2 = read(tmp_path, GPT2 | {"activation_function": name})
+    assert gpt2.layers[0].mlp.activation == expected
+    if is_tanh:
+        llama = read(tmp_path, LLAMA_2_7B | {"hidden_act": name})
+        assert llama.layers[0].mlp.activation == expected
 
 
 def test_a_null_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
@@ -996,7 +1016,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (GPT2, {"dtype": ["float32"]}, "dtype is .*; octavo serves float32"),
         (OPT_350M, {"enable_bias": "no"}, "enable_bias is 'no'; it must be true or false"),
         (LLAMA_2_7B, {"hidden_size": None}, "config.json has no hidden_size"),
-        (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; octavo knows gelu_p"),
+        (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; octavo knows gelu_acc"),
         (LLAMA_2_7B, {"num_key_value_heads": 5}, "num_key_value_heads is 5; it must divide"),
         (LLAMA_2_7B, {"head_dim": 63}, "rotary embedding needs an even head_dim, not 63"),
         (LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; octavo does"),

@@ -14,9 +14,12 @@ from octavo.errors import ModelError, UnservedOption, shown
 from octavo.json_fields import Fields
 from octavo.layers.config import RotaryConfig
 
+# Of older code for YaRN: transformers and octavo leave these factors out, as if they were 1.
+_UNUSED_FACTORS = ("attn_factor", "extrapolation_factor")
 _YARN_FIELDS = {
     *("factor", "attention_factor", "mscale", "mscale_all_dim"),
     *("beta_fast", "beta_slow", "truncate"),
+    *_UNUSED_FACTORS,
 }
 # The kinds that octavo knows, each with the fields that it takes.
 KINDS = {
@@ -221,6 +224,8 @@ def _read_yarn(
     rope: Fields, dim: int, theta: float, original: int, max_positions: int
 ) -> RotaryConfig:
     """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
+    for name in _UNUSED_FACTORS:
+        rope.refuse(name, 1)
     if theta == 1:  # all frequencies are the same: there is no dimension where the ramp begins
         raise ModelError(f"{rope.where}: rope_theta is 1; yarn needs another base")
     factor = rope.number("factor", max_positions / original)

@@ -31,20 +31,21 @@ MAX_ALIBI_HEADS = 10_000  # each has a slope in the description
 # 90 s to compile.
 MAX_EXPERTS = 1024
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Names in config.json, and ours.
+# Names in config.json, and ours. Those of the tanh approximation differ in how it is rounded.
+_TANH_GELUS = (
+    *("gelu_pytorch_tanh", "gelu_python_tanh"),
+    *("gelu_new", "gelu_fast", "gelu_accurate"),
+)
 GATED_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    **dict.fromkeys(_TANH_GELUS, "gelu_tanh"),
 }
 PLAIN_ACTIVATIONS: dict[str, Activation] = {
+    **GATED_ACTIVATIONS,
     "relu": "relu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
+    "gelu_python": "gelu",
 }
 
 
