@@ -71,9 +71,10 @@ def test_a_plot_of_a_run(octavo: Octavo, tmp_path: Path) -> None:
 
 def test_a_plan(octavo: Octavo) -> None:
     args = ("plan", "--model", "opt-66b", "--duration", 10, "--rate", 2, "--sizes", "1,4")
-    values = json.loads(octavo(*args, "--target-latency", 0.5, "--json").stdout)
-    assert values["num_gpus"] == 4
-    assert "does not fit" in values["choices"][0]["refused"]
+    for options in ((), ("--skip-long",)):  # what fits depends on the machine
+        values = json.loads(octavo(*args, *options, "--target-latency", 0.5, "--json").stdout)
+        assert values["num_gpus"] == 4
+        assert "does not fit" in values["choices"][0]["refused"]
     text = octavo(*args, "--target-latency", 0.5).stdout
     assert "fewest: 4 x a100-40gb, as 1 engine on 4 each" in text
     assert octavo(*args, "--target-latency", 1e-4, "--max-gpus", 4).exit_code == 1

@@ -242,7 +242,7 @@ def test_what_can_never_run_is_refused() -> None:
 
 def test_the_highest_rate_meets_the_target_and_a_little_more_misses_it() -> None:
     target = Target(normalized_latency=0.05)
-    found = highest_rate(OPT, lambda rate: steady(100, 1 / rate), target, resolution=0.1)
+    found = highest_rate(OPT, lambda _, rate: steady(100, 1 / rate), target, resolution=0.1)
     rates = {probe.rate: probe.is_met for probe in found.probes}
     assert rates[found.rate]
     missed = [rate for rate, is_met in rates.items() if not is_met]
@@ -250,7 +250,7 @@ def test_the_highest_rate_meets_the_target_and_a_little_more_misses_it() -> None
     # What was cut short would have missed.
     whole = simulate(OPT, steady(100, 1 / min(missed)))
     assert whole.normalized_latency > 0.05
-    impossible = highest_rate(OPT, lambda rate: steady(3, 1 / rate), Target(1e-6))
+    impossible = highest_rate(OPT, lambda _, rate: steady(3, 1 / rate), Target(1e-6))
     assert impossible.rate == 0
 
 
@@ -284,7 +284,9 @@ def _without_waits(hopeless: Hopeless) -> Watcher:
 def test_fewest_devices() -> None:
     """OPT-66B needs four of them for its weights alone."""
     config = SimulationConfig("opt-66b", "a100-40gb", cache=replace(UNCACHED, num_blocks=None))
-    found = fewest_gpus(config, lambda rate: steady(60, 1 / rate), 4.0, Target(0.1), (1, 4, 5, 8))
+    found = fewest_gpus(
+        config, lambda _, rate: steady(60, 1 / rate), 4.0, Target(0.1), (1, 4, 5, 8)
+    )
     kinds = [type(choice) for choice in found]
     assert kinds == [Refusal, Fleet, Refusal, Fleet]
     best = fewest(found)

@@ -87,7 +87,7 @@ def simulate(
         return
     found = highest_rate(
         config,
-        workload_at(spec, config, skip_long),
+        workload_at(spec, skip_long),
         Target(**target),
         spec.rate or DEFAULT_RATE,
         progress=ShownProgress(),
@@ -135,7 +135,7 @@ def plan(
 
     found = fewest_gpus(
         config,
-        workload_at(spec, config, skip_long),
+        workload_at(spec, skip_long),
         workload["rate"],
         Target(**target),
         sizes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from octavo.simulation.calibration import read_calibration
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import PAPER_SOFTWARE, Coefficients
 from octavo.simulation.gpus import find_gpu
+from octavo.simulation.planning import WorkloadAt
 from octavo.simulation.run import longest_sequence
+from octavo.simulation.sources import read_source
 from octavo.simulation.workloads import Workload, WorkloadSpec, build
 
 Options = dict[str, Any]
@@ -149,16 +150,24 @@ def make_workload_spec(workload: Options, seed: int, needs_rate: bool) -> Worklo
     return WorkloadSpec(given.pop("trace"), **given, seed=seed)
 
 
-def workload_at(
-    spec: WorkloadSpec, config: SimulationConfig, skip_long: bool
-) -> Callable[[float], Workload]:
-    return lambda rate: build_workload(spec.at_rate(rate), config, skip_long)
+def workload_at(spec: WorkloadSpec, skip_long: bool) -> WorkloadAt:
+    """Makes the workload of each machine and rate; the trace is read once."""
+    pairs = read_source(spec.source)
+
+    def made(config: SimulationConfig, rate: float) -> Workload:
+        workload = build(spec.at_rate(rate), pairs)
+        return _without_long(workload, config) if skip_long else workload
+
+    return made
 
 
 def build_workload(spec: WorkloadSpec, config: SimulationConfig, skip_long: bool) -> Workload:
     workload = build(spec)
-    if not skip_long:
-        return workload
+    return _without_long(workload, config) if skip_long else workload
+
+
+def _without_long(workload: Workload, config: SimulationConfig) -> Workload:
+    """Without requests that can never fit on that machine."""
     limit = longest_sequence(config)
     kept = tuple(request for request in workload.requests if request.num_tokens <= limit)
     if not kept:

@@ -21,7 +21,8 @@ PERCENTILE = 99
 MAX_PROBES = 40
 MIN_RATE = 1e-3  # requests/s; a machine that does not even serve this one serves nothing
 
-WorkloadAt = Callable[[float], Workload]  # requests/s -> workload
+# The workload of a machine at so many requests/s.
+WorkloadAt = Callable[[SimulationConfig, float], Workload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def probe(
     progress: SearchProgress = _SILENT,
 ) -> Probe:
     """Simulate one rate, to the end or until the target is certainly missed."""
-    workload = workload_at(rate)
+    workload = workload_at(config, rate)
     progress.begin(config, rate, len(workload.requests))
     hopeless = Hopeless(target, len(workload.requests))
 
@@ -149,7 +150,7 @@ def highest_rate(
 
     Args:
         config: the machine.
-        workload_at: makes the workload of a rate.
+        workload_at: makes the workload of the machine and a rate.
         target: what has to be met.
         first: requests/s at which the search begins.
         resolution: how close the lowest rate that misses lies to the highest that meets.

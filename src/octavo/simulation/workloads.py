@@ -75,12 +75,17 @@ class Workload:
     hash_block_size: int  # tokens behind one of the requests' hash_ids
 
 
-def build(spec: WorkloadSpec) -> Workload:
+def build(spec: WorkloadSpec, pairs: Sequence[TraceRequest] | None = None) -> Workload:
     """The requests of a workload; equal specs give equal requests.
+
+    Args:
+        spec: what they are.
+        pairs: what the source has, where it was read before; None: it is read.
 
     Raises ConfigError or TraceError for a source that cannot be read or has no arrivals.
     """
-    pairs = sources.read_source(spec.source)
+    if pairs is None:
+        pairs = sources.read_source(spec.source)
     requests = _replayed(spec, pairs) if spec.rate is None else _generated(spec, pairs)
     hash_block_size = spec.hash_block_size
     if spec.prefix_tokens:
