@@ -26,7 +26,8 @@ COMMANDS: list[tuple[object, ...]] = [
     (*PLAN, "--rate", 1e9),
     (*PLAN, "--rate", 1e-300),
     (*PLAN, "--sizes", "1,x"),
-    *(("memory", "demo", "--device-memory", value) for value in ("nan", -5, 0, "x", "1XiB")),
+    *(("memory", "demo", "--device-memory", value)
+      for value in ("nan", -5, 0, "x", "1XiB", "9" * 400)),
     *(("memory", "demo", option, value)
       for option in ("--num-blocks", "--kv-cache-memory", "--max-num-batched-tokens",
                      "--max-model-len", "--block-size")

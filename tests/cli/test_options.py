@@ -105,13 +105,16 @@ def test_the_help_of_serve_shows_the_defaults_of_its_settings() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("4GiB", 4 << 30), ("1.5 MiB", 3 << 19), ("20GB", 20 * 10**9), ("2g", 2 << 30), ("7", 7)],
+    [
+        *(("4GiB", 4 << 30), ("1.5 MiB", 3 << 19), ("20GB", 20 * 10**9), ("2g", 2 << 30)),
+        *(("7", 7), (str((1 << 63) - 1), (1 << 63) - 1)),
+    ],
 )
 def test_sizes(text: str, expected: int) -> None:
     assert size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4 gibs", "-1GiB", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "4 gibs", "-1GiB", "1e9", "9EiB", "9000000TiB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter):
         size(text)

@@ -12,12 +12,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.errors import shown
 from octavo.memory_budget import format_bytes
 from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLICIES
 from octavo.sampling_params import SamplingParams
@@ -72,13 +74,18 @@ UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
 
+MAX_SIZE = 1 << 63  # bytes
+
 
 def size(text: str) -> int:
     """A number of bytes: `4GiB`, `512MiB`, `20GB`, `1048576`."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in UNITS:
         raise click.BadParameter(f"{text!r} is not a size such as 4GiB, 512MiB or 1048576")
-    return int(float(found[1]) * UNITS[found[2]])
+    num_bytes = int(Fraction(found[1]) * UNITS[found[2]])  # exact, and of any length
+    if num_bytes > MAX_SIZE:
+        raise click.BadParameter(f"{shown(text)} is more than 8 EiB")
+    return num_bytes
 
 
 def integers(text: str) -> tuple[int, ...]:
