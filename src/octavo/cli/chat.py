@@ -183,7 +183,7 @@ def parse_value(text: str) -> Any:
     """`0.7`, `true`, `null`, a list, or plain text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
