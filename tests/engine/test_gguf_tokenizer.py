@@ -19,7 +19,8 @@ from gguf_files import gguf
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError
 from octavo.gguf import read_gguf
-from octavo.gguf.tokenizer import SPLITTINGS, end_token_ids, read_tokenizer
+from octavo.gguf.tokenizer import SPLITTINGS, _merges_of, end_token_ids, read_tokenizer
+from octavo.sentencepiece import PieceType
 
 TEXTS = [
     "A block table maps logical blocks to physical blocks.",
@@ -294,3 +295,17 @@ def test_a_file_without_tokenizer(tmp_path: Path) -> None:
     assert Tokenizer.find(write(tmp_path / "model.gguf", {})) is None
     none = {"tokenizer.ggml.model": "none"}
     assert Tokenizer.find(write(tmp_path / "none.gguf", none)) is None
+
+
+def test_a_long_piece_is_cut_only_where_parts_may_be_pieces() -> None:
+    class Piece(str):
+        num_cuts = 0
+
+        def __getitem__(self, index: Any) -> str:
+            Piece.num_cuts += 1
+            return str.__getitem__(self, index)
+
+    tokens = ["a", "b", "ab", Piece("ab" * 500), "ab" * 499]
+    merges = _merges_of(tokens, [PieceType.NORMAL] * 5, [0.0, -1.0, -2.0, -3.0, -4.0])
+    assert merges == [("a", "b"), ("ab", "ab" * 499), ("ab" * 499, "ab")]
+    assert Piece.num_cuts == 4

@@ -286,9 +286,13 @@ def _merges_of(
         for number, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True))
         if kind == PieceType.NORMAL
     }
+    lengths = {len(token) for token in normal}
     merges = []
     for token, rank in normal.items():
         for cut in range(1, len(token)):
+            # Of a token of megabytes, which a file may have, few such parts are looked at.
+            if cut not in lengths or len(token) - cut not in lengths:
+                continue
             left, right = token[:cut], token[cut:]
             if left in normal and right in normal:
                 merges.append((rank, left, right))
