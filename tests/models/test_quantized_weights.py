@@ -34,6 +34,7 @@ from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8
 from octavo.parallel import Shard
+from octavo.routing import RoutingConfig
 
 SAMPLES = Path(__file__).parent / "quantized"
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if (path / "config.json").exists())
@@ -967,6 +968,24 @@ def test_experts_are_not_there_twice_when_they_are_put_together(
     num_bytes = 3 * experts.routing.num_experts * experts.hidden_size * experts.intermediate_size
     assert held.now == before
     assert held.most - before <= 1.1 * share * num_bytes
+
+
+@pytest.mark.parametrize(("block", "rows"), [((16, 8), 8), ((48, 16), 24), ((12, 16), 12)])
+def test_no_block_has_gates_and_ups(block: tuple[int, int], rows: int) -> None:
+    """Of experts in one tensor: a kernel takes one scale for a unit of gates, or of ups."""
+    routing = RoutingConfig(num_experts=3, top_k=1)
+    config = ExpertsConfig(hidden_size=16, intermediate_size=24, activation="silu", routing=routing)
+    experts = QuantizedExperts(config)
+    (ups,), down = experts.merged_places()
+    stored = ScaledFloat8.quantize(torch.randn(ups.shape), block)
+    assert isinstance(ups, WeightSlot)
+    assert isinstance(down, WeightSlot)
+    ups.put(stored, torch.float32)
+    down.put(ScaledFloat8.quantize(torch.randn(down.shape), (16, 8)), torch.float32)
+    taken, _ = experts._taken()
+    assert isinstance(taken, ScaledFloat8)
+    assert taken.block == (rows, block[1])
+    assert torch.equal(taken.dequantize(), stored.dequantize())
 
 
 def in_two_files(directory: Path, choose: Callable[[str], bool]) -> None:

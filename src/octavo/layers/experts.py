@@ -7,6 +7,7 @@ are loaded, and computes. Routing is the same for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -353,6 +354,8 @@ class QuantizedExperts(LoadedExperts):
             up = _joined(_emptied(ups), self._dtype)
             if self.config.alternating:
                 up = _in_halves(up, self._dtype)
+            if isinstance(up, ScaledFloat8):  # kernels take no block with rows of both
+                up = up.in_lower_blocks(math.gcd(up.block[0], up.shape[-2] // 2))
             [down_weights] = _emptied([down])
             return up, down_weights
         self._dtype = self._separate[0][0].dtype

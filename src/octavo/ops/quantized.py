@@ -356,6 +356,12 @@ class ScaledFloat8(QuantizedWeight):
         scales = self.scales[..., first_row:last_row, first_column:last_column]
         return replace(self, weight=self.weight[..., rows, columns], scales=scales, block=block)
 
+    def in_lower_blocks(self, rows: int) -> Self:
+        """The same weight in blocks of so many rows, which divide those of its own."""
+        if rows == self.block[0]:
+            return self
+        return replace(self, scales=_lower_blocks(self, rows), block=(rows, self.block[1]))
+
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """See QuantizedWeight.join. Blocks become as high as all parts allow."""
