@@ -149,6 +149,37 @@ def test_experts_in_fp8_as_transformers_5_writes_them(
     torch.testing.assert_close(logits(quantized), logits(dense))
 
 
+@pytest.mark.parametrize("block", [(128, 16), None])
+def test_gates_and_ups_in_one_fp8_tensor_may_have_scales_of_their_own(
+    block: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    """As transformers 5 puts them together where one block is higher than either."""
+    reference = model_zoo.load_reference(model_zoo.model_directory("mixtral"))
+    quantized: Tensors = {}
+    dense: Tensors = {}
+    for key, tensor in reference.state_dict().items():
+        dense[key] = quantized[key] = tensor
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts = [tensor] if "down" in key else tensor.chunk(2, dim=1)
+            height, width = parts[0].shape[1:]
+            own = (height, width) if block is None else (min(block[0], height), block[1])
+            forms = [ScaledFloat8.quantize(each, own) for each in parts]
+            quantized[key] = torch.cat([each.weight.view(torch.uint8) for each in forms], dim=1)
+            quantized[key] = quantized[key].view(torch.float8_e4m3fn)
+            quantized[f"{key}_scale_inv"] = torch.cat([each.scales for each in forms], dim=1)
+            dense[key] = torch.cat([each.dequantize() for each in forms], dim=1)
+    config = json.loads((model_zoo.model_directory("mixtral") / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": block}
+    for name, tensors, fields in (
+        ("dense", dense, {}),
+        ("quantized", quantized, {"quantization_config": method}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+    torch.testing.assert_close(logits(tmp_path / "quantized"), logits(tmp_path / "dense"))
+
+
 def test_harmless_extras(tmp_path: Path) -> None:
     def add_masks(tensors: Tensors) -> None:
         tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)

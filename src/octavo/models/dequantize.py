@@ -294,9 +294,23 @@ def _fp8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
 
 
 def _fp8_experts(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """The same for all experts of a layer: [experts, out_features, in_features]."""
+    """The same for all experts of a layer: [experts, out_features, in_features].
+
+    Gates and ups may have scales of their own where no block of the height that config.json says
+    ends between them.
+    """
     (name,) = (each for each in parts if not each.endswith("_scale_inv"))
-    return _float8(parts, name, f"{name}_scale_inv", quantization)
+    names = name, f"{name}_scale_inv"
+    weight, scale = (parts[each] for each in names)
+    if name == "gate_up_proj" and weight.dim() == scale.dim() == 3 and weight.shape[1] % 2 == 0:
+        half = weight.shape[1] // 2
+        rows = half if quantization.block is None else quantization.block[0]
+        is_between = quantization.block is not None and half % rows == 0
+        if not is_between and scale.shape[1] == 2 * -(-half // rows):
+            pairs = zip(weight.chunk(2, dim=1), scale.chunk(2, dim=1), strict=True)
+            halves = (dict(zip(names, each, strict=True)) for each in pairs)
+            return ScaledFloat8.join([_float8(each, *names, quantization) for each in halves])
+    return _float8(parts, *names, quantization)
 
 
 def _modelopt(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
