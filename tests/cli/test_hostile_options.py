@@ -45,7 +45,8 @@ COMMANDS: list[tuple[object, ...]] = [
     *(("bench", "throughput", option, value)
       for option in ("--n", "--beam-width", "--temperature", "--num-prompts", "--input-len")
       for value in (-1, "nan")),
-    *(("bench", "latency", option, HUGE) for option in ("--input-len", "--n", "--beam-width")),
+    *(("bench", "latency", option, HUGE)
+      for option in ("--input-len", "--n", "--beam-width", "--batch-size")),
     ("bench", "throughput", "--num-prompts", HUGE),
     *(("bench", "serve", option, HUGE)
       for option in ("--num-prompts", "--input-len", "--vocab-size")),

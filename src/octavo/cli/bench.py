@@ -16,6 +16,7 @@ from octavo.bench.tables import show
 from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
 from octavo.bench.traces import TraceRequest
 from octavo.cli.bench_options import (
+    COUNT,
     decoding_options,
     progress_bar,
     trace_options,
@@ -104,7 +105,7 @@ def throughput(
 @click.option("--model", default="demo", show_default=True, help="A MODEL.")
 @click.option("--input-len", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--output-len", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--batch-size", type=COUNT, default=8, show_default=True)
 @decoding_options
 @click.option("--num-warm-up", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--num-iterations", type=click.IntRange(1), default=10, show_default=True)
