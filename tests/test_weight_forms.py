@@ -7,6 +7,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from model_zoo import model_directory, write_model
 from octavo import LLM
 from octavo.config import EngineConfig, make_config
 from octavo.errors import ConfigError, OutOfMemory
-from octavo.layers.config import MLPConfig
+from octavo.layers.config import LinearConfig, MLPConfig
 from octavo.layers.linear import QuantizedLinear
 from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
@@ -78,6 +79,73 @@ def test_experts_stay_quantized_on_more_gpus(kernels: WeightKernels, chosen: str
     text = describe_dequantized(rounded, "bfloat16", kernels, "fp8")
     lost = {"hopper": None, "ada": "projections"}.get(kernels, "projections and experts")
     assert text is None if lost is None else f"fp8 {lost} are dequantized" in (text or "")
+
+
+@pytest.mark.parametrize(
+    ("method", "kept", "lost", "copied"),
+    [
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    f"model.layers.{i}.{name}": {"quant_algo": "NVFP4" if "mlp" in name else "FP8"}
+                    for i in range(32)
+                    for name in ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+                },
+            },
+            ["qkv", "output"],
+            "modelopt projections (some of them) are dequantized to bfloat16",
+            ["up", "down"],
+        ),
+        (
+            {
+                "quant_method": "fp8",
+                "modules_to_not_convert": [f"model.layers.{i}.self_attn.v_proj" for i in range(32)],
+            },
+            ["output", "up", "down"],  # queries, keys and values are one product
+            None,
+            [],
+        ),
+        (
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "modules_to_not_convert": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            },
+            ["up", "down"],
+            None,
+            ["up", "down"],
+        ),
+    ],
+)
+def test_weights_and_copies_are_counted_as_each_projection_is_stored(
+    method: dict[str, Any], kept: list[str], lost: str | None, copied: list[str], tmp_path: Path
+) -> None:
+    fields = json.loads((LLAMA_8B / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": method}))
+    model = read_model_config(tmp_path)
+    layer = model.layers[0]
+    sizes = {
+        "qkv": layer.attention.qkv.num_parameters,
+        "output": layer.attention.output.num_parameters,
+        "up": 2 * 14336 * 4096,
+        "down": 14336 * 4096,
+    }
+    of_weight = 2 - (4.0 + 32 / 128) / 8 if method["quant_method"] == "awq" else 1
+    saved = model.weight_bytes(2) - model.kept_by("hopper").least_weight_bytes(2)
+    assert saved == 32 * of_weight * sum(sizes[name] for name in kept)
+    text = describe_dequantized(model, "bfloat16", "hopper")
+    assert text is None if lost is None else lost in (text or "")
+    have = [
+        (each.in_features, each.out_features)
+        for each in model.with_copies().copyable[5]
+        if isinstance(each, LinearConfig) and each.copy_bytes
+    ]
+    shapes = {"qkv": (4096, 6144), "output": (4096, 4096)}
+    shapes |= {"up": (4096, 28672), "down": (14336, 4096)}
+    assert have == [shapes[name] for name in copied]
 
 
 def test_nothing_is_rounded_where_that_frees_little() -> None:

@@ -284,8 +284,13 @@ def describe_dequantized(
     if quantization is None:
         return None
     kept = model_config.kept_by(kernels)
-    parts = zip(("projections", "experts"), model_config.quantized_parts, kept.kept, strict=True)
-    lost = " and ".join(part for part, number, is_kept in parts if number and not is_kept)
+    numbers = zip(kept.quantized_parts, kept.dequantized_parts, strict=True)
+    parts = zip(("projections", "experts"), numbers, strict=True)
+    lost = " and ".join(
+        part if number == lost else f"{part} (some of them)"
+        for part, (number, lost) in parts
+        if lost
+    )
     if not lost:
         return None
     size = DTYPE_BYTES[dtype]

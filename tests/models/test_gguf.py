@@ -357,7 +357,7 @@ def test_memory_is_counted_as_weights_are_kept(
     if config.quantization is not None:
         assert config.quantization.form == form
         assert config.quantization.weight_bytes() == weight_bytes
-        in_layers = sum(layer.num_quantized_parameters(1) for layer in config.layers)
+        in_layers = sum(config.quantized_parts)
         saved = config.weight_bytes(4) - config.least_weight_bytes(4)
         assert saved == (int((4 - weight_bytes) * in_layers) if weight_bytes else 0)
 
@@ -387,7 +387,8 @@ def test_what_a_gpu_keeps_quantized_of_experts_and_projections(
     config = read_model_config(write_pair(name, tmp_path, with_experts(experts, others), **SPARSE))
     kept: dict[WeightKernels, tuple[bool, bool]] = {"hopper": hopper, "ampere": ampere}
     for kernels, expected in kept.items():
-        assert config.kept_by(kernels).kept == KeptParts(*expected)
+        assert config.quantization is not None
+        assert config.quantization.kept_by(kernels) == KeptParts(*expected)
     text = describe_dequantized(config, "bfloat16", "hopper")
     assert (text is None) if lost is None else (text is not None and text.startswith(lost))
     bits = {Kind.MXFP4: 4.25, Kind.Q4_0: 4.5, Kind.Q8_0: 8.5}

@@ -386,10 +386,6 @@ class MLPConfig:
     def num_parameters(self) -> int:
         return self.up.num_parameters + self.down.num_parameters
 
-    def num_quantized_parameters(self, group: int) -> int:
-        """See LinearConfig.num_quantized_parameters."""
-        return sum(each.num_quantized_parameters(group) for each in (self.up, self.down))
-
     @property
     def num_active_parameters(self) -> int:
         """Those that one token's result depends on: all."""
@@ -497,12 +493,8 @@ class ExpertsConfig:
         return self._num_parameters(self.routing.num_experts)
 
     def num_quantized_parameters(self, group: int) -> int:
-        """See LinearConfig.num_quantized_parameters."""
-        shared = 0 if self.shared is None else self.shared.num_quantized_parameters(group)
-        return shared + self.num_quantized_expert_parameters(group)
-
-    def num_quantized_expert_parameters(self, group: int) -> int:
-        """The same, of experts that a router chooses from: all of their weights or none."""
+        """See LinearConfig.num_quantized_parameters. Of experts that a router chooses from: all of
+        their weights or none."""
         sizes = self.hidden_size, self.intermediate_size
         if self.method != "quantized" or any(size % group for size in sizes):
             return 0

@@ -28,13 +28,7 @@ from octavo.layers.config import (
     RelativeBiasConfig,
     RotaryConfig,
 )
-from octavo.models.quantization import (
-    ALL_KEPT,
-    ON_LOAD_METHOD,
-    KeptParts,
-    Quantization,
-    WeightKernels,
-)
+from octavo.models.quantization import ON_LOAD_METHOD, Quantization, WeightKernels
 from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
@@ -158,15 +152,23 @@ class LayerConfig:
     def num_parameters(self) -> int:
         return self._beside_mlp + self.mlp.num_parameters
 
-    def num_quantized_parameters(self, group: int) -> int:
-        """See LinearConfig.num_quantized_parameters."""
-        projections = sum(
-            projection.num_quantized_parameters(group)
-            for each in (self.attention, self.cross_attention)
-            if each is not None
-            for projection in (each.qkv, each.output)
-        )
-        return projections + self.mlp.num_quantized_parameters(group)
+    @property
+    def quantizable(self) -> dict[str, LinearConfig | ExpertsConfig]:
+        """All that may be quantized, by paths in the layer (WeightNames.layer)."""
+        attention, cross, mlp = self.attention, self.cross_attention, self.mlp
+        found: dict[str, LinearConfig | ExpertsConfig] = {
+            "attention.qkv": attention.qkv,
+            "attention.output": attention.output,
+        }
+        if cross is not None:
+            found["cross_attention.query"] = cross.query
+            found["cross_attention.key_value"] = cross.key_value
+            found["cross_attention.output"] = cross.output
+        if isinstance(mlp, MLPConfig):
+            return found | {"mlp.up": mlp.up, "mlp.down": mlp.down}
+        if mlp.shared is not None:
+            found |= {"mlp.shared.up": mlp.shared.up, "mlp.shared.down": mlp.shared.down}
+        return found | {"mlp.experts": mlp}
 
     @property
     def num_active_parameters(self) -> int:
@@ -485,7 +487,12 @@ class ModelConfig(ModelDescription):
     decoding_rules: DecodingRules = DecodingRules()
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None  # of the weights in the files
-    kept: KeptParts = ALL_KEPT  # see kept_by
+    # By paths of modules (WeightNames.of), how those are stored that differ from `quantization`;
+    # None: not quantized, or merged of parts that differ.
+    own_quantizations: Mapping[str, Quantization | None] = field(
+        default_factory=dict, hash=False, repr=False
+    )
+    kernels: WeightKernels | None = None  # see kept_by; None: of a device that keeps all forms
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -504,30 +511,50 @@ class ModelConfig(ModelDescription):
 
         Only for counting: the loader needs to know what the files have.
         """
-        if self.quantization is None:
-            return self
-        return replace(self, kept=self.quantization.kept_by(kernels))
+        return replace(self, kernels=kernels)
 
     @property
     def quantized_parts(self) -> tuple[int, int]:
         """Parameters in projections, and in experts that routers choose from, that stay quantized
         if a device keeps them so."""
-        return self._divisible_parts(
-            1 if self.quantization is None else self.quantization.divisors[-1]
-        )
+        return self._count_quantized(lambda stored, is_of_experts: True)
 
-    def _divisible_parts(self, divisor: int) -> tuple[int, int]:
-        """The same, of weights whose inputs are divisible by that."""
+    @property
+    def dequantized_parts(self) -> tuple[int, int]:
+        """Those of `quantized_parts` that the device (`kept_by`) does not keep so."""
+        return self._count_quantized(lambda *of: not self._keeps(*of))
+
+    def _count_quantized(self, is_counted: Callable[[Quantization, bool], bool]) -> tuple[int, int]:
+        numbers = [0, 0]
+        for stored, weight in self._quantized_weights():
+            is_of_experts = isinstance(weight, ExpertsConfig)
+            if is_counted(stored, is_of_experts):
+                number = weight.num_quantized_parameters(stored.divisors[-1])
+                numbers[is_of_experts] += number
+        return numbers[0], numbers[1]
+
+    def _keeps(self, stored: Quantization, is_of_experts: bool) -> bool:
+        """Whether the device keeps weights as they are stored."""
+        return self.kernels is None or stored.kept_by(self.kernels)[is_of_experts]
+
+    def _quantized_weights(self) -> Iterator[tuple[Quantization, LinearConfig | ExpertsConfig]]:
+        """How each weight of layers is stored, but for those that are not quantized."""
+        if self.quantization is None:
+            return
         encoder = () if self.encoder is None else self.encoder.layers
-        layers = (*self.layers, *encoder)
-        all_parts = sum(map_distinct(lambda each: each.num_quantized_parameters(divisor), layers))
-        experts = self._sum_of_experts(lambda each: each.num_quantized_expert_parameters(divisor))
-        return all_parts - experts, experts
+        for stack, layers in {"layers": self.layers, "encoder.layers": encoder}.items():
+            parts = map_distinct(lambda each: each.quantizable, layers)
+            for number, each in enumerate(parts):
+                for path, weight in each.items():
+                    where = f"{stack}.{number}.{path}"
+                    stored = self.own_quantizations.get(where, self.quantization)
+                    if stored is not None:
+                        of_experts = isinstance(weight, ExpertsConfig)
+                        yield stored.of_experts if of_experts else stored, weight
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
-        device keeps (`kept_by`), unless merged projections differ in their form. Copies are
-        counted, the head's as if it were not quantized."""
+        device keeps (`kept_by`). Copies are counted, the head's as if it were not quantized."""
         saved = sum(self._saved_bytes(dtype_bytes))
         return self.weight_bytes(dtype_bytes) - saved + self.copy_bytes
 
@@ -548,28 +575,47 @@ class ModelConfig(ModelDescription):
 
     def _saved_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """What quantized projections and experts take less than in the model's dtype."""
-        if self.quantization is None:
-            return 0, 0
-        saved, counted = [0.0, 0.0], (0, 0)
-        forms = self.quantization, self.quantization.of_experts
-        for divisor in self.quantization.divisors:
-            numbers = self._divisible_parts(divisor)
-            for part, form in enumerate(forms):
-                taken = form.weight_bytes(divisor, is_of_experts=part == 1)
-                number = (numbers[part] - counted[part]) * self.kept[part]
-                saved[part] += 0 if taken is None else (dtype_bytes - taken) * number
-            counted = numbers
+        saved = [0.0, 0.0]
+        for stored, weight in self._quantized_weights():
+            is_of_experts = isinstance(weight, ExpertsConfig)
+            if not self._keeps(stored, is_of_experts):
+                continue
+            counted = 0
+            for divisor in stored.divisors:
+                taken = stored.weight_bytes(divisor, is_of_experts)
+                number = weight.num_quantized_parameters(divisor)
+                if taken is not None:
+                    saved[is_of_experts] += (dtype_bytes - taken) * (number - counted)
+                counted = number
         return int(saved[0]), int(saved[1])
 
     @property
     def copy_form(self) -> CopyForm | None:
         """The form in which projections of layers may have copies; None: they have none."""
-        quantization = self.quantization
-        if quantization is None or quantization.form is None:
-            return "float12"
-        if quantization.fits_float7:
-            return "float7"
-        return "dequantized" if quantization.is_unpacked else None
+        return _copy_form(self.quantization)
+
+    @property
+    def copyable(self) -> tuple[tuple[LinearConfig | ExpertsConfig, ...], ...]:
+        """See ModelDescription.copyable: those that are stored in a way which takes another form
+        of copies than `copy_form` have none."""
+        if not self.own_quantizations:
+            return tuple(map_distinct(lambda each: each.copyable, self.layers))
+        stored = map_distinct(lambda each: each.quantizable, self.layers)
+        return tuple(
+            tuple(self._copied(f"layers.{number}.{path}", each) for path, each in weights.items())
+            for number, weights in enumerate(stored)
+        )
+
+    def _copied(
+        self, path: str, weight: LinearConfig | ExpertsConfig
+    ) -> LinearConfig | ExpertsConfig:
+        """A weight of the layers as it is held, by its path (WeightNames.of)."""
+        own = self.own_quantizations.get(path, self.quantization)
+        if _copy_form(own) == self.copy_form:
+            return weight
+        if isinstance(weight, ExpertsConfig):
+            return weight.with_copies(None, None)
+        return weight.with_copy(None)
 
     def with_copies(
         self,
@@ -608,6 +654,15 @@ class ModelConfig(ModelDescription):
                 f"{max_model_len} is more than the {self.max_model_len} positions of {self.path}",
             )
         return replace(self, max_model_len=max_model_len)
+
+
+def _copy_form(quantization: Quantization | None) -> CopyForm | None:
+    """The form in which projections that are stored so may have copies; None: they have none."""
+    if quantization is None or quantization.form is None:
+        return "float12"
+    if quantization.fits_float7:
+        return "float7"
+    return "dequantized" if quantization.is_unpacked else None
 
 
 @contextmanager

@@ -38,9 +38,6 @@ class KeptParts(NamedTuple):
     experts: bool
 
 
-ALL_KEPT = KeptParts(True, True)
-
-
 LINEAR = "Linear"  # what compressed-tensors calls all projections
 PATTERN = "re:"  # what stands before a regular expression
 
@@ -127,8 +124,9 @@ class Quantization:
         """How experts are stored."""
         return self.experts or self
 
-    def of_module(self, module: str) -> Quantization | None:
-        """How a module is stored, by its full name; None: it is in none of the groups.
+    def of_module(self, *names: str) -> Quantization | None:
+        """How a module is stored, by its full name or those that it may have; None: it is in none
+        of the groups.
 
         A name, such as that of all experts of a layer, comes before patterns, and these before
         LINEAR.
@@ -136,8 +134,8 @@ class Quantization:
         if not self.groups:
             return self
         tests: tuple[Callable[[ModuleNames], bool], ...] = (
-            lambda targets: targets.have_start_of(module),
-            lambda targets: targets.match(module),
+            lambda targets: any(map(targets.have_start_of, names)),
+            lambda targets: any(map(targets.match, names)),
             lambda targets: LINEAR in targets.names,
         )
         for is_of in tests:

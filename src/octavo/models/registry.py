@@ -16,7 +16,8 @@ from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP
+from octavo.models.own_quantizations import find_own_quantizations
+from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP, Quantization
 from octavo.models.quantization_config import find_quantization
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import WeightNames
@@ -142,8 +143,10 @@ def _read_native(source: ModelSource) -> ModelConfig:
         raise config.error(
             "is_encoder_decoder", f"models of {family.model_type} {expected} encoder"
         )
+    own_quantizations: dict[str, Quantization | None] = {}
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
+        own_quantizations = find_own_quantizations(description, quantization, names)
     return ModelConfig(
         **_as_fields(description),
         path=source.path,
@@ -154,6 +157,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
         model_class=family.model_class,
         dtype=_dtype(config, text),
         quantization=quantization,
+        own_quantizations=own_quantizations,
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         decoder_start_token_id=(
             None
