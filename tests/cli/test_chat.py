@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from click_harness import Octavo
 
 from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
+from octavo.cli.chat import Conversation
+from octavo.errors import InvalidRequest, OctavoError
 
 OPTIONS = ("--temperature", 0, "--max-tokens", 8)
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
@@ -69,6 +72,27 @@ def test_slash_commands(octavo: Octavo, model: list[str]) -> None:
         "error: /nonsense: there is no such command",
     ):
         assert text in result.stderr
+
+
+def test_a_retry_that_fails_keeps_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(cast(LLM, None), SamplingParams(), "")
+    monkeypatch.setattr(conversation, "_fitting_prompt", lambda: [1])
+    answers: list[str | OctavoError] = ["first", InvalidRequest("prompt", "too long"), "second"]
+
+    def answer(prompt: list[int]) -> str:
+        given = answers.pop(0)
+        if isinstance(given, OctavoError):
+            raise given
+        return given
+
+    monkeypatch.setattr(conversation, "_answer", answer)
+    question = {"role": "user", "content": "hello"}
+    conversation.ask("hello")
+    with pytest.raises(InvalidRequest, match="too long"):
+        conversation.command("/retry")
+    assert conversation._messages == [question, {"role": "assistant", "content": "first"}]
+    conversation.command("/retry")
+    assert conversation._messages == [question, {"role": "assistant", "content": "second"}]
 
 
 def test_the_oldest_messages_go_when_the_context_is_full(octavo: Octavo, model: list[str]) -> None:

@@ -105,8 +105,12 @@ class Conversation:
 
     def ask(self, message: str) -> None:
         """Answer a message; on an error, the conversation stays as it was."""
-        before = list(self._messages)
-        self._messages.append({"role": "user", "content": message})
+        self._ask(message, self._messages)
+
+    def _ask(self, message: str, earlier: list[dict[str, str]]) -> None:
+        """The same, after the messages of a part of the conversation."""
+        before = self._messages
+        self._messages = [*earlier, {"role": "user", "content": message}]
         try:
             answer = self._answer(self._fitting_prompt())
         except OctavoError:
@@ -129,8 +133,8 @@ class Conversation:
     def _retry(self) -> None:
         if not self._messages:
             raise InvalidRequest("/retry", "there is no message to answer")
-        del self._messages[-1]
-        self.ask(self._messages.pop()["content"])
+        *earlier, question, _ = self._messages
+        self._ask(question["content"], earlier)
 
     def _show_or_set_params(self, rest: str) -> None:
         names = [f.name for f in fields(SamplingParams) if f.name in SAMPLING_HELP]
