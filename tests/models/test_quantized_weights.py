@@ -130,16 +130,26 @@ def test_weights_stay_quantized(name: str) -> None:
     assert kinds == {expected}
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "packed_int4_asymmetric", "packed_int8"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq", "packed_int4_asymmetric", "packed_int8", "torchao_int4"]
+)
 def test_zero_points_of_groups_are_counted(name: str, tmp_path: Path) -> None:
-    forms = [slot.content for slot in slots(SAMPLES / name).values()]
+    directory = changed(tmp_path / "sample", name)
+    if name == "torchao_int4":  # whose values have a byte each, made asymmetric
+        tensors = load_file(directory / "model.safetensors")
+        for key in [key for key in tensors if key.endswith("zero_point")]:
+            tensors[key] = torch.ones_like(tensors[key])
+        save_file(tensors, directory / "model.safetensors")
+        config = directory / "config.json"
+        config.write_text(config.read_text().replace('"SYMMETRIC"', '"ASYMMETRIC"'))
+    forms = [slot.content for slot in slots(directory).values()]
     taken = weights = 0
     for form in forms:
         assert isinstance(form, GroupedInt)
         zeros = 0 if form.zeros is None else form.zeros.nbytes
         taken += form.packed.nbytes + form.scales.nbytes + zeros
         weights += math.prod(form.shape)
-    quantization = read_model_config(SAMPLES / name).quantization
+    quantization = read_model_config(directory).quantization
     assert quantization is not None
     counted = quantization.weight_bytes()
     assert counted == pytest.approx(taken / weights)

@@ -110,6 +110,7 @@ class Quantization:
     # Whether weights without blocks and groups have a scale for each output; None: or just one.
     has_row_scales: bool | None = None
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
+    has_zeros: bool = False  # whether each group of inputs has a zero point
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
     # Modules that config.json says are not quantized: by their full names or the ends of those, in
     # compressed-tensors and torchao by their full names or LINEAR.
@@ -169,11 +170,6 @@ class Quantization:
         if self.has_zeros:
             size *= 2
         return self.num_bits / 8 + (size / group if group else 0)
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether each group of inputs has a zero point."""
-        return not {"qzeros", "weight_zero_point"}.isdisjoint(self.demanded)
 
     @property
     def divisors(self) -> tuple[int, ...]:

@@ -184,7 +184,8 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
     demanded = set()
     if weights.get("actorder", None) == "group":
         demanded.add("weight_g_idx")
-    if not weights.flag("symmetric", True):
+    has_zeros = not weights.flag("symmetric", True)
+    if has_zeros:
         demanded.add("weight_zero_point")
     has_blocks = weights.get("block_structure", None) is not None
     strategy = str(weights.get("strategy", None))
@@ -196,6 +197,7 @@ def _read_group(where: Fields, group: Fields) -> Quantization:
         group_size=weights.count("group_size") if has_groups else None,
         has_row_scales={"channel": True, "tensor": False}.get(strategy),
         quantizes_inputs=group.get("input_activations", None) is not None,
+        has_zeros=has_zeros,
         demanded=tuple(sorted(demanded)),
     )
 
@@ -256,6 +258,7 @@ def _of_groups(groups: Sequence[Group]) -> Quantization:
         if all(each.group_size == first.group_size for each in others)
         else None,
         quantizes_inputs=all(each.quantization.quantizes_inputs for each in groups),
+        has_zeros=any(each.quantization.has_zeros for each in groups),
         demanded=(),
         experts=first.experts if all(each.experts == first.experts for each in others) else None,
         groups=tuple(groups),
@@ -289,8 +292,14 @@ def _read_awq(fields: Fields) -> Quantization:
         raise fields.error(name, "octavo reads gemm")
     has_zeros = fields.flag("zero_point", not fields.flag("sym", False))
     demanded = ("qzeros",) if has_zeros else ()
-    size = _group_size(fields)
-    return Quantization("awq", num_bits=4, form="int", group_size=size, demanded=demanded)
+    return Quantization(
+        "awq",
+        num_bits=4,
+        form="int",
+        group_size=_group_size(fields),
+        has_zeros=has_zeros,
+        demanded=demanded,
+    )
 
 
 def _read_gptq(fields: Fields) -> Quantization:
@@ -319,13 +328,15 @@ def _read_gptq_fields(fields: Fields, offset: int | None = None) -> Quantization
         versions = {"gptq": 1, "gptq_v2": 0}
         offset = fields.choice(_format_field(fields, "checkpoint_format"), versions, "gptq")
     order = ("g_idx",) if fields.flag("desc_act", False) else ()
-    zeros = () if fields.flag("sym", True) else ("qzeros",)
+    has_zeros = not fields.flag("sym", True)
+    zeros = ("qzeros",) if has_zeros else ()
     return Quantization(
         "gptq",
         num_bits=bits,
         zero_offset=offset,
         form=_kind_of_packed(bits),
         group_size=_group_size(fields),
+        has_zeros=has_zeros,
         demanded=order + zeros,
     )
 
@@ -393,14 +404,16 @@ def _read_torchao(fields: Fields) -> Quantization:
         raise kinds.error("_type", f"octavo reads {', '.join(TORCHAO)}")
     form, quantizes_inputs = TORCHAO[name]
     options = kinds.part("_data", {})
-    is_of_weights = name == "Int8DynamicActivationIntxWeightConfig"
-    scales = _torchao_scales(options, "weight_granularity" if is_of_weights else "granularity")
+    of_weights = "weight_" if name == "Int8DynamicActivationIntxWeightConfig" else ""
+    scales = _torchao_scales(options, f"{of_weights}granularity")
+    mapping = options.part(f"{of_weights}mapping_type", {})
     return Quantization(
         "torchao",
         form=form,
         quantizes_inputs=quantizes_inputs,
         has_row_scales=scales.of_rows,
         group_size=scales.group_size,
+        has_zeros=mapping.get("_data", None) == "ASYMMETRIC",
         # Symmetric int8 may have none.
         demanded=("_weight_zero_point",) if "Intx" in name else (),
     )
