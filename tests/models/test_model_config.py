@@ -652,6 +652,21 @@ def test_weight_bytes_count_the_rotary_table(tmp_path: Path) -> None:
     assert read(tmp_path, GPT2).weight_bytes(4) == 4 * 124_439_808
 
 
+def test_config_json_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B | quantized))
+    names: list[str] = []
+    read_text = Path.read_text
+
+    def noted(path: Path, **options: Any) -> str:
+        names.append(path.name)
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    assert read_model_config(tmp_path).is_stored_quantized
+    assert names.count("config.json") == 1
+
+
 def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
     old = read(tmp_path, LLAMA_31_8B)
     new_fields = dict(LLAMA_31_8B)

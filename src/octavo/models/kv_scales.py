@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from octavo.errors import ModelError
-from octavo.json_fields import Fields
+from octavo.json_fields import Fields, read_json
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
@@ -97,7 +97,9 @@ def _promises_scales(config: ModelConfig) -> bool:
 
     ModelOpt says that the cache is in FP8, and writes scales only where they are not all 1.
     """
-    fields = find_quantization(config.path) or Fields("", {})
+    directory = config.path
+    found = find_quantization(read_json(directory / "config.json"), directory)
+    fields = found or Fields("", {})
     name = next((each for each in KV_SCHEMES if fields.get(each, None)), None)
     if name is None:
         return False

@@ -26,14 +26,18 @@ KV_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # the latter in ModelOp
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 
 
-def find_quantization(directory: Path) -> Fields | None:
+def find_quantization(config: Fields, directory: Path) -> Fields | None:
     """What says how weights are quantized: a part of config.json or, in ModelOpt's older
     checkpoints, its file beside that; None: neither does.
+
+    Args:
+        config: config.json.
+        directory: where it is.
 
     Raises:
         ModelError: both do, and contradict each other; names the field.
     """
-    config, beside = read_json(directory / "config.json"), directory / MODELOPT_FILE
+    beside = directory / MODELOPT_FILE
     # The other name is that of old versions of compressed-tensors.
     for name in ("quantization_config", "compression_config"):
         if config.get(name, None) is not None:

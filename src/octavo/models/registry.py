@@ -117,8 +117,11 @@ def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> Model
 def _has_other_way(source: ModelSource) -> bool:
     """Whether models of that type, which octavo has a family of, are served through transformers,
     too."""
-    is_served = source.config().get("model_type") in read_tested().served
-    return source.is_for_transformers and is_served and find_quantization(source.path) is None
+    config = source.config()
+    is_served = config.get("model_type") in read_tested().served
+    return (
+        source.is_for_transformers and is_served and find_quantization(config, source.path) is None
+    )
 
 
 def _read_native(source: ModelSource) -> ModelConfig:
@@ -257,7 +260,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
             f"transformers, which is not installed: pip install 'octavo[transformers]'; native "
             f"families are {', '.join(FAMILIES)}",
         )
-    quantization = find_quantization(directory)
+    quantization = find_quantization(config, directory)
     if quantization is not None:
         raise ModelError(
             f"{quantization.where}: quantized weights are read for octavo's own families, not for "

@@ -72,7 +72,7 @@ class HuggingFaceSource:
 
     def quantization(self) -> Quantization | None:
         """See ModelSource.quantization."""
-        return read_quantization(find_quantization(self.path))
+        return read_quantization(find_quantization(self._config, self.path))
 
     def weight_names(self, family: Family) -> WeightNames:
         """See ModelSource.weight_names."""
