@@ -667,6 +667,14 @@ def test_config_json_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names.count("config.json") == 1
 
 
+def test_heads_of_no_size_have_that_of_the_hidden_state(tmp_path: Path) -> None:
+    """A null is not the family's default, as in transformers."""
+    fields = SEED_OSS | {"hidden_size": 5120, "num_attention_heads": 80, "head_dim": None}
+    assert read(tmp_path, fields).head_dim == 64
+    del fields["head_dim"]
+    assert read(tmp_path, fields).head_dim == 128
+
+
 def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
     old = read(tmp_path, LLAMA_31_8B)
     new_fields = dict(LLAMA_31_8B)

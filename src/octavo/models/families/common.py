@@ -158,10 +158,9 @@ def read_heads(
             f"{config.where}: num_key_value_heads is {kv_heads}; it must divide "
             f"num_attention_heads ({heads})"
         )
-    if config.get("head_dim", head_dim) is None:
-        head_dim = divided_head_dim(config, hidden, heads)
-    else:
-        head_dim = config.count("head_dim", head_dim)
+    if head_dim is None or "head_dim" in config.values:  # a null also means the quotient
+        head_dim = config.get("head_dim", None) or divided_head_dim(config, hidden, heads)
+    head_dim = config.count("head_dim", head_dim)
     return Heads(hidden, heads, kv_heads, head_dim)
 
 
