@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_zoo import write_model
 from octavo.config import ModelImpl
@@ -673,6 +674,26 @@ def test_heads_of_no_size_have_that_of_the_hidden_state(tmp_path: Path) -> None:
     assert read(tmp_path, fields).head_dim == 64
     del fields["head_dim"]
     assert read(tmp_path, fields).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [("bart", {"forced_eos_token_id": 2}), ("marian", {"forced_eos_token_id": 0})],
+)
+def test_outputs_that_max_tokens_ends_end_as_the_family_says(
+    family: str, end: dict[str, int], tmp_path: Path
+) -> None:
+    """As transformers' class has it, where no file mentions it."""
+
+    def last(fields: dict[str, Any]) -> tuple[int, ...]:
+        return read(tmp_path, {"model_type": family} | fields).decoding_rules.last_token_ids
+
+    assert CONFIG_MAPPING[family]().to_dict() | end == CONFIG_MAPPING[family]().to_dict()
+    assert last({}) == tuple(end.values())
+    assert last({"forced_eos_token_id": 7}) == (7,)
+    assert last({"forced_eos_token_id": None}) == ()
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert last({}) == ()
 
 
 def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:

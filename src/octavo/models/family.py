@@ -29,4 +29,7 @@ class Family:
     # The tensor of the logits' bias, in a family whose files may have none.
     optional_logits_bias: str | None = None
     decoder_start_token_id: int | None = None  # where neither file mentions it
+    # What ends outputs of max_tokens where there is no generation_config.json, and config.json does
+    # not mention it.
+    forced_eos_token_id: int | None = None
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -168,7 +168,11 @@ def _read_native(source: ModelSource) -> ModelConfig:
             else _decoder_start(config, generation, family, description.vocab_size)
         ),
         eos_token_ids=_end_tokens(tokens, generation, family.eos_token_ids, description.vocab_size),
-        **_of_output(config, generation, description.vocab_size),
+        **_of_output(
+            config.with_defaults({"forced_eos_token_id": family.forced_eos_token_id}),
+            generation,
+            description.vocab_size,
+        ),
     )
 
 

@@ -129,4 +129,5 @@ FAMILY = Family(
     weights=WEIGHTS,
     eos_token_ids=(2,),
     decoder_start_token_id=2,
+    forced_eos_token_id=2,
 )

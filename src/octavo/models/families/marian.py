@@ -37,4 +37,5 @@ FAMILY = Family(
     weights=replace(bart.WEIGHTS, ignored=(r"(encoder|decoder)\.embed_positions\.weight",)),
     eos_token_ids=(0,),
     decoder_start_token_id=58100,
+    forced_eos_token_id=0,
 )
