@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -47,6 +47,9 @@ END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"
 MARIAN_FILES = "source.spm", "vocab.json"  # target.spm has no piece that vocab.json lacks
 T5_FILE, T5_TYPES = "spiece.model", ("t5", "mt5")
 T5_EXTRA_IDS = 100  # tokens for spans that are left out, unless tokenizer_config.json says how many
+# What a text of Marian's begins with is the code of a language, known or not; a character that no
+# model has a piece for stands for one that is not known.
+CODE, UNKNOWN_CODE = r"\A>>[\s\S]*?<<", "\ue000"
 # Score of pieces that only the target has: they are taken for text that the source has no piece
 # for, and for nothing else.
 FOREIGN_SCORE = -1e9
@@ -112,6 +115,13 @@ def _read_marian(source: Path, vocabulary: Path) -> Tokenizer:
     scores = {piece.text: piece.score for piece in model.pieces if piece.is_in_text}
     pieces = [Piece(text, scores.get(text, FOREIGN_SCORE)) for text in ids]
     languages = [text for text in ids if text.startswith(">>") and text.endswith("<<")]
+    # Those that are known never get here.
+    parts = [
+        normalizers.Replace(Regex(CODE), f"{UNKNOWN_CODE} "),
+        model.normalizer,
+        normalizers.Replace(Regex(rf"\A{SPACE_MARK}{UNKNOWN_CODE}"), UNKNOWN_CODE),
+    ]
+    model = replace(model, normalizer=normalizers.Sequence(parts))
     tokenizer = _build(pieces, model, ids.index(UNKNOWN), [END, UNKNOWN, PADDING])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in languages])
     return tokenizer

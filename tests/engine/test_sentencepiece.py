@@ -77,6 +77,11 @@ def test_marian(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == ids, text
         ids.insert(0, pieces.index(">>fra<<"))
         assert tokenizer.encode(f">>fra<< {text}") == ids, text
+        ids[0] = pieces.index("<unk>")
+        for code in (">>xyz<<", ">><<", ">> two\nlines <<"):
+            assert tokenizer.encode(f"{code} {text}") == ids, "as transformers reads it"
+            assert tokenizer.encode(f"{code}{text}") == ids
+    assert tokenizer.encode(">>xyz<<") == [pieces.index("<unk>"), 0]
     output = [pieces.index(piece) for piece in ("\u2581der", "\u2581Block", "s", "</s>")]
     assert tokenizer.decode(output, skip_special_tokens=True) == "der Blocks"
 
