@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +21,15 @@ from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.http import bodies
-from octavo.server.http.bodies import Refused, decode_body, read_body
+from octavo.server.http import bodies, conversations
+from octavo.server.http.bodies import Body, Refused, decode_body, read_body
 from octavo.server.http.context import Context
-from octavo.server.http.conversations import ChatMessage, conversation_prompt
+from octavo.server.http.conversations import MAX_TEMPLATE, ChatMessage, conversation_prompt
+from octavo.server.http.endpoints.batches import BatchBody
 from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
+from octavo.server.http.endpoints.forks import ForkBody
+from octavo.server.http.endpoints.messages import MessagesBody
 from octavo.server.http.endpoints.responses import ResponsesBody
 from octavo.server.http.errors import ApiError, ClientGone, as_api_error
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
@@ -370,6 +373,62 @@ def test_of_a_huge_conversation_only_a_part_is_measured(monkeypatch: pytest.Monk
     messages = chat(messages=[{"role": "user", "content": "a" * 100}] * 20_000).messages
     run(conversation_prompt(echoing_context(Echoing(), 100_000), messages))
     assert len(measured) == HUGE_TEXT // 100 + 1
+
+
+def test_templates_of_requests_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[threading.Thread]()
+
+    def compiled(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        threads.add(threading.current_thread())
+        return ChatTemplate(source, special_tokens)
+
+    monkeypatch.setattr(conversations, "ChatTemplate", compiled)
+    context = echoing_context(Echoing())
+    trusting = replace(context.settings, trust_request_chat_template=True)
+    context = replace(context, settings=trusting)
+    messages = chat().messages
+    run(conversation_prompt(context, messages, template="{{ messages }}"))
+    assert threads
+    assert threading.current_thread() not in threads
+    too_long = "{{ messages }}" + " " * MAX_TEMPLATE
+    with pytest.raises(ApiError, match="chat_template: 65550 characters are more than 65536"):
+        run(conversation_prompt(context, messages, template=too_long))
+
+
+def collections_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists and dicts in a schema of pydantic's whose items may be wrong."""
+    if isinstance(schema, Mapping):
+        items = {"list": "items_schema", "dict": "values_schema"}.get(str(schema.get("type")))
+        if items is not None and schema.get(items, {"type": "any"})["type"] != "any":
+            yield dict(schema)
+        for each in schema.values():
+            yield from collections_in(each)
+    elif isinstance(schema, list | tuple):
+        for each in schema:
+            yield from collections_in(each)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, ForkBody, ResponsesBody, MessagesBody, BatchBody])
+def test_the_first_bad_item_ends_the_validation_of_many(kind: type[Body]) -> None:
+    found = list(collections_in(kind.__pydantic_core_schema__))
+    assert found
+    for each in found:
+        assert each.get("fail_fast"), each
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ChatBody, {"messages": HI, "documents": [{}, 1, 2, 3]}, "documents[1]"),
+        (ForkBody, {"parent": "p", "children": [{}, 1, 2, 3]}, "children[1]"),
+    ],
+)
+def test_of_many_bad_items_the_first_is_named(
+    kind: type[Body], fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(msgspec.json.encode(fields), kind)
+    assert caught.value.reply.error.param == param
 
 
 def refused_fields(kind: type[BaseModel]) -> dict[str, Refused]:

@@ -50,13 +50,6 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# A client's own notes on what it asks for, within OpenAI's limits.
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-    BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
-]
-
 _STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings
 
 
@@ -139,8 +132,8 @@ class Integer:
 
 
 class _FailFast:
-    """Annotates lists: the first bad item ends their validation, because a list of bad items may be
-    long. (pydantic's own annotation is not hashable, so it cannot stand in a union.)"""
+    """Annotates lists and dicts: the first bad item ends their validation, because there may be a
+    million of them. (pydantic's own annotation is not hashable, so it cannot stand in a union.)"""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -150,6 +143,14 @@ class _FailFast:
 
 WHOLE_FLOATS = _WholeFloats()
 FAIL_FAST = _FailFast()
+
+# A client's own notes on what it asks for, within OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    FAIL_FAST,
+    BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
+]
 
 
 async def read_body(

@@ -26,6 +26,9 @@ TOOL = "tool"
 MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
 
 MAX_ROLE = 64  # characters
+# Characters. Models' own templates have half as many at most, and compiling takes up to 0.1 ms for
+# each of them.
+MAX_TEMPLATE = 65_536
 
 
 def _check_is_text(kind: str) -> str:
@@ -148,7 +151,7 @@ async def conversation_prompt(
         ).encode(),
         "messages",
     )
-    render, shown = _renderer(context, template)
+    render, shown = await _renderer(context, template)
     for name, values in (("documents", documents), ("tools", tools)):
         if values is None:
             continue
@@ -177,8 +180,11 @@ async def conversation_prompt(
     return token_ids
 
 
-def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]:
-    """What renders a conversation, and the names of the variables that its template shows."""
+async def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]:
+    """What renders a conversation, and the names of the variables that its template shows.
+
+    To compile a template takes longer than to render it, so that it is done in a thread, too.
+    """
     tokenizer = context.tokenizer("messages")
     if template is None:
         return lambda messages, begins, variables: tokenizer.render_chat(
@@ -190,8 +196,12 @@ def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]
             "this server takes none from requests (--trust-request-chat-template)",
             "unsupported_field",
         )
+    if len(template) > MAX_TEMPLATE:
+        raise refused("chat_template", f"{len(template)} characters are more than {MAX_TEMPLATE}")
     try:
-        compiled = ChatTemplate(template, tokenizer.special_tokens)
+        compiled = await context.client.offload.text(
+            LONG_TEXT, lambda: ChatTemplate(template, tokenizer.special_tokens)
+        )
     except ModelError as error:
         raise InvalidRequest("chat_template", str(error)) from error
     return compiled.render, compiled.variables

@@ -25,7 +25,7 @@ from octavo.parsing.events import (
 from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
-from octavo.server.http.bodies import NOT_SUPPORTED, UNSUPPORTED, Integer, Refused
+from octavo.server.http.bodies import FAIL_FAST, NOT_SUPPORTED, UNSUPPORTED, Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import (
     ASSISTANT,
@@ -87,7 +87,7 @@ class ChatBody(GenerationBody):
     """Put what the model expects, such as BOS, before what the template writes; it often has it."""
     echo: bool | None = None
     """Begin the answer with the last message, which must be the assistant's."""
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     """For templates that show documents: objects such as {"title": ..., "text": ...}."""
     chat_template: str | None = None
     """A Jinja template for this request; only where the server allows it."""

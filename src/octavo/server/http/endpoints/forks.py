@@ -14,7 +14,7 @@ from pydantic import Field
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest
 from octavo.server.engine_process.stream import StreamEvent
-from octavo.server.http.bodies import WHOLE_FLOATS, Integer, Refused, without_nulls
+from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Integer, Refused, without_nulls
 from octavo.server.http.context import Context, context_of, reply, tenant_of
 from octavo.server.http.endpoints.completions import (
     Completion,
@@ -84,7 +84,7 @@ class ForkBody(CompletionBody):
     """How many of the tokens of prompt and output to keep; not given: all that there are."""
     suffix: Annotated[Text | NonEmptyIds | None, WHOLE_FLOATS] = None
     """What comes after them: text or token ids."""
-    children: Annotated[list[ForkChild], Field(min_length=1)] | None = None
+    children: Annotated[list[ForkChild], Field(min_length=1), FAIL_FAST] | None = None
     """Instead of one child, several, each with what it has of its own."""
     background: bool | None = None
     """Reply at once; the children are joined by GET."""
