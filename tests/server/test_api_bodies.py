@@ -12,12 +12,15 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import tokenizers
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Message
+from tokenizers import decoders, models, normalizers
 
-from octavo.core.step import Grammar
+from octavo.core.step import Grammar, TokenLogprobs
 from octavo.engine.chat_template import ChatTemplate
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import EngineClient
@@ -35,7 +38,7 @@ from octavo.server.http.errors import ApiError, ClientGone, as_api_error
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.prompts import truncated
 from octavo.server.http.settings import Listening, ServerSettings
-from octavo.server.http.token_texts import TokenTexts
+from octavo.server.http.token_texts import CompletionScores, TokenTexts, joined
 from octavo.server.offload import HUGE_TEXT, Offload
 from server.clients import run
 
@@ -393,6 +396,49 @@ def test_templates_of_requests_are_compiled_in_a_thread(monkeypatch: pytest.Monk
     too_long = "{{ messages }}" + " " * MAX_TEMPLATE
     with pytest.raises(ApiError, match="chat_template: 65550 characters are more than 65536"):
         run(conversation_prompt(context, messages, template=too_long))
+
+
+@pytest.fixture(scope="module")
+def word_pieces() -> Tokenizer:
+    """As Llama 2's: the first word's mark is no space, and the others' are."""
+    pieces = ["<unk>", "<s>", "\u2581", "a", "b", "\u2581a", "\u2581b"]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = [("\u2581", "a"), ("\u2581", "b")]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
+    backend.add_special_tokens(["<s>"])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return Tokenizer(backend, {}, None)
+
+
+@pytest.mark.parametrize("is_special_shown", [False, True])
+def test_offsets_of_tokens_are_places_in_the_text(
+    word_pieces: Tokenizer, is_special_shown: bool
+) -> None:
+    texts = TokenTexts(word_pieces)
+    prompt = [1, *word_pieces.encode("a b\u00e9b")]
+    output = [*word_pieces.encode("a b")]
+    echoed = word_pieces.decode(prompt, skip_special_tokens=not is_special_shown)
+    echo = CompletionScores(texts, 0, texts.detokenizer((), not is_special_shown))
+    detokenizer = texts.detokenizer(prompt, not is_special_shown)
+    assert detokenizer is not None
+    whole = echoed + "".join(map(detokenizer.add, output))
+    scores = CompletionScores(
+        texts, 0, texts.detokenizer(prompt, not is_special_shown), len(echoed)
+    )
+    entries = joined(
+        echo.prompt(prompt, [None] * len(prompt)),
+        scores.output(TokenLogprobs(token_id, 0.0, 1, ()) for token_id in output),
+    )
+    for token, offset in zip(entries.tokens, entries.text_offset, strict=True):
+        is_whole = not token.startswith("bytes:") and token != "<s>"
+        assert not is_whole or whole[offset:].startswith(token.lstrip() if not offset else token)
+    assert echoed.endswith("a b\u00e9b")
+    assert entries.text_offset[-2:] == [len(echoed), len(echoed) + 2]
 
 
 def collections_in(schema: Any) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 
 from octavo.core.step import TokenLogprobs
-from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer import Detokenizer, Tokenizer
 from octavo.server.http.replies import (
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -51,9 +50,11 @@ class TokenTexts:
             self._texts[token_id] = known
         return known
 
-    def is_hidden(self, token_id: int) -> bool:
-        """Whether outputs leave the token out unless special tokens are asked for."""
-        return self._tokenizer is not None and self._tokenizer.is_special(token_id)
+    def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer | None:
+        """What makes the text of tokens that follow a prompt; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.detokenizer(prompt, skip_special_tokens)
 
     def prompt_logprobs(self, scores: Sequence[TokenLogprobs | None], count: int) -> PromptLogprobs:
         """Scores at each place: of the token itself, and of the `count` likeliest ones."""
@@ -94,20 +95,20 @@ class CompletionScores:
     Owns the place in the choice's text, which goes on from one piece of a stream to the next.
     """
 
-    def __init__(self, texts: TokenTexts, count: int, show_special: bool) -> None:
-        """`count`: how many of the likeliest tokens are given at each place."""
+    def __init__(
+        self, texts: TokenTexts, count: int, detokenizer: Detokenizer | None, offset: int = 0
+    ) -> None:
+        """
+        Args:
+            texts: of the tokens.
+            count: how many of the likeliest tokens are given at each place.
+            detokenizer: makes the choice's text of its tokens; None: it has no text.
+            offset: where in the text the first token begins.
+        """
         self._texts = texts
         self._count = count
-        self._show_special = show_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0  # characters
-
-    def fork(self) -> CompletionScores:
-        """Scores that go on from here by themselves."""
-        twin = CompletionScores(self._texts, self._count, self._show_special)
-        twin._decoder.setstate(self._decoder.getstate())
-        twin._offset = self._offset
-        return twin
+        self._detokenizer = detokenizer
+        self._offset = offset  # characters
 
     def prompt(
         self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None]
@@ -129,8 +130,8 @@ class CompletionScores:
         text = self._texts.text
         entries.tokens.append(text(token_id))
         entries.text_offset.append(self._offset)
-        if self._show_special or not self._texts.is_hidden(token_id):
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(token_id)))
+        if self._detokenizer is not None:
+            self._offset += len(self._detokenizer.add(token_id))
         if score is None:
             entries.token_logprobs.append(None)
             entries.top_logprobs.append(None)

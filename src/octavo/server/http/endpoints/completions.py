@@ -114,7 +114,6 @@ class Echo:
 
     text: str
     logprobs: CompletionLogprobs | None
-    scores: CompletionScores  # of the prompt, after which those of a choice go on
     num_choices: int  # that are yet to begin
 
 
@@ -214,22 +213,29 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         choice.logprobs = echo.logprobs
         if self.body.return_token_ids:
             choice.prompt_token_ids = self.streams[prompt].prompt_token_ids
-        scores = self._scores[choice.index] = echo.scores.fork()
+        prompt_ids = self.streams[prompt].prompt_token_ids
+        scores = self._scores[choice.index] = self._scores_after(prompt_ids, len(echo.text))
         return scores
+
+    def _scores_after(self, prompt_ids: Sequence[int], offset: int) -> CompletionScores:
+        """The scores of tokens that follow these, and begin there in the choice's text."""
+        count, detokenizer = self.body.logprobs, None
+        if count is not None:
+            skip = self.body.skip_special_tokens is not False
+            detokenizer = self.texts.detokenizer(prompt_ids, skip)
+        return CompletionScores(self.texts, count or 0, detokenizer, offset)
 
     def _echo(self, prompt: int) -> Echo:
         """What is echoed of a prompt: nothing, unless that is asked for."""
         body, stream = self.body, self.streams[prompt]
-        scores = CompletionScores(
-            self.texts, body.logprobs or 0, show_special=body.skip_special_tokens is False
-        )
         text, logprobs = "", None
         if body.echo:
             text = self._echoed_text(prompt)
             if body.logprobs is not None:
                 known = stream.prompt_logprobs or []
+                scores = self._scores_after((), 0)
                 logprobs = scores.prompt(stream.prompt_token_ids, known)
-        return Echo(text, logprobs, scores, self.num_samples)
+        return Echo(text, logprobs, self.num_samples)
 
     def _echoed_text(self, prompt: int) -> str:
         """The prompt as it was given, or the text of its token ids."""
