@@ -88,6 +88,8 @@ def test_pairs_and_token_ids(exact: LiveServer) -> None:
         ({"prompt": [5] * 10_000, "continuation": [[5]] * 2_048}, "prompt", "20482048 tokens"),
         ({"prompt": "a", "continuation": ""}, "continuation", "at least 1 character"),
         ({"prompt": "a", "continuation": [[10**9]]}, "continuation", "outside the vocabulary"),
+        ({"prompt": [10**9], "continuation": "a"}, "prompt", "outside the vocabulary"),
+        ({"prompt": [[1], [-1]], "continuation": "a"}, "prompt[1]", "outside the vocabulary"),
         ({"prompt": "a", "continuation": "x " * 2_000_000}, "continuation", "context"),
         (
             {"prompt": "a", "continuation": "b", "text_1": "a", "text_2": "b"},

@@ -167,7 +167,7 @@ async def _pairs(context: Context, body: ScoreBody) -> list[Pair]:
         raise refused(
             "prompt", f"the pairs have {size} {what} together; at most {MAX_SIZE} are allowed"
         )
-    heads = await _encoded(context, body, prompts)
+    own_heads = heads = await _encoded(context, body, prompts)
     if len(heads) == 1:
         prompts, heads = [*prompts] * count, heads * count
     if len(continuations) == 1:
@@ -175,6 +175,7 @@ async def _pairs(context: Context, body: ScoreBody) -> list[Pair]:
     encoded, is_whole = await _continued(context, body, prompts, continuations)
 
     def paired() -> list[Pair]:
+        context.client.check_prompts(own_heads, "prompt")
         make = _split if is_whole else _joined
         pairs = [make(head, ids) for head, ids in zip(heads, encoded, strict=True)]
         context.client.check_prompts([pair.token_ids for pair in pairs], "continuation")
