@@ -258,6 +258,7 @@ def test_debug_endpoint(client: FakeClient, seen: Observation, http: TestClient)
     missing = http.get("/debug/kv/nobody")
     assert missing.status_code == 404
     assert missing.json()["error"]["param"] == "request_id"
+    assert "ID~0" in missing.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("num_blocks", [8, 1000])

@@ -109,7 +109,7 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
             raise ApiError(
                 404,
                 f"no request {request_id[:128]!r} is open, nor among the last {KEPT_REQUESTS} "
-                "that ended; of several prompts, each has its number added: ID-0, ID-1",
+                "that ended; of several prompts, each has its number added: ID~0, ID~1",
                 "request_id",
                 "request_not_found",
             )
