@@ -365,6 +365,19 @@ def test_long_conversations_are_rendered_in_a_thread(messages: list[Any], is_lon
     assert (tokenizer.threads == {threading.current_thread()}) is not is_long
 
 
+def test_long_arguments_of_calls_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(
+        conversations,
+        "check_num_nodes",
+        lambda *_: threads.append(threading.current_thread()),
+    )
+    messages = chat(messages=[calling({"a": "b" * 10_000})]).messages
+    run(conversation_prompt(echoing_context(Echoing()), messages))
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
 def test_of_a_huge_conversation_only_a_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 

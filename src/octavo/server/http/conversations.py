@@ -142,15 +142,6 @@ async def conversation_prompt(
         raise RequestTooLong(
             "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
         )
-    check_num_nodes(
-        "".join(
-            call.function.arguments
-            for message in messages
-            for call in message.tool_calls or ()
-            if isinstance(call.function.arguments, str)
-        ).encode(),
-        "messages",
-    )
     render, shown = await _renderer(context, template)
     for name, values in (("documents", documents), ("tools", tools)):
         if values is None:
@@ -161,6 +152,15 @@ async def conversation_prompt(
     begins_answer = not continue_final_message and add_generation_prompt is not False
 
     def rendered() -> str:
+        check_num_nodes(
+            "".join(
+                call.function.arguments
+                for message in messages
+                for call in message.tool_calls or ()
+                if isinstance(call.function.arguments, str)
+            ).encode(),
+            "messages",
+        )
         plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if continue_final_message:
             plain[-1]["content"] += END_MARK
