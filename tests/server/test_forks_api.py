@@ -242,6 +242,12 @@ def test_beams_are_forked_once_they_are_known(server: LiveServer) -> None:
         ({"children": [{}, {"temperature": 9}]}, 400, "children[1].temperature"),
         ({"children": [{}, {"suffix": "a " * 3000}]}, 400, "children[1].suffix"),
         ({"children": [{"n": 2}]}, 400, "children[0].n"),
+        ({"children": [{}, {"max_tokens": 0}]}, 400, "children[1].max_tokens"),
+        (
+            {"children": [{"response_format": {"type": "xml"}}]},
+            400,
+            "children[0].response_format.type",
+        ),
         ({"children": [{"allowed_token_ids": [10**9]}]}, 400, "allowed_token_ids"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "a"}, 400, "prompt"),

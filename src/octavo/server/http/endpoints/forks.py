@@ -16,13 +16,14 @@ from octavo.errors import InvalidRequest
 from octavo.server.engine_process.stream import StreamEvent
 from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Integer, Refused, without_nulls
 from octavo.server.http.context import Context, context_of, reply, tenant_of
+from octavo.server.http.endpoints.blocks import Words
 from octavo.server.http.endpoints.completions import (
     Completion,
     CompletionBody,
     CompletionWriter,
     completion_params,
 )
-from octavo.server.http.errors import refused
+from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.forks import Fork
 from octavo.server.http.generation import GenerationBody, NonEmptyIds, NonNegative, Params, Text
 from octavo.server.http.responses import Parent
@@ -222,9 +223,9 @@ async def _children(context: Context, body: ForkBody) -> tuple[list[list[int]], 
         suffixes.append(await _suffix(context, given.pop("suffix", None), f"children[{i}].suffix"))
         try:
             params.append(completion_params(body.model_copy(update=given), defaults))
-        except InvalidRequest as error:
-            where = f"children[{i}].{error.field}" if error.field in given else error.field
-            raise type(error)(where, error.reason) from error
+        except (ApiError, InvalidRequest) as error:
+            words = Words({rf"{name}\b": f"children[{i}].{name}" for name in given})
+            raise words.of(error) from error
     return suffixes, params
 
 
