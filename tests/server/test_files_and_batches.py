@@ -182,7 +182,13 @@ def test_a_file_of_any_bytes_comes_back(storing: LiveServer) -> None:
         headers={"content-type": 'multipart/form-data; boundary="edge of it"'},
     ).json()
     assert file["filename"] == "ä.jsonl"
-    assert storing.get(f"/v1/files/{file['id']}/content").content == data
+    content = f"/v1/files/{file['id']}/content"
+    assert storing.get(content).content == data
+    for given, expected in (("bytes=3-9", data[3:10]), ("bytes=9-3", data), ("lines=1", data)):
+        assert storing.get(content, Range=given).content == expected
+    beyond = storing.get(content, Range=f"bytes={len(data)}-")
+    assert beyond.headers["content-range"] == f"bytes */{len(data)}"
+    assert (beyond.status_code, beyond.json()["error"]["param"]) == (416, "Range")
     empty = upload(storing, files={"file": ("a", b"")}, data={"purpose": "batch"}).json()
     assert storing.get(f"/v1/files/{empty['id']}/content").content == b""
     body = {"endpoint": "/v1/completions", "completion_window": "24h"}

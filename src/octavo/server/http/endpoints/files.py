@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from msgspec import Meta
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
 
 from octavo.server.http.context import context_of, reply, tenant_of
 from octavo.server.http.errors import ApiError, ClientGone, refused
@@ -55,6 +55,26 @@ class FileDeleted(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["file"] = "file"
     deleted: bool = True
+
+
+class _Content(FileResponse):
+    """A file, or the part of it that the header Range asks for. One that makes no sense is ignored
+    (RFC 9110, section 14.2), and a part that is not there is refused as everything else is."""
+
+    @classmethod
+    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
+        try:
+            return super()._parse_range_header(http_range, file_size)
+        except MalformedRangeHeader:
+            return []  # the whole file
+        except RangeNotSatisfiable as error:
+            raise ApiError(
+                416,
+                f"Range: none of it is in the {file_size} bytes of the file",
+                "Range",
+                "range_not_satisfiable",
+                headers={"content-range": f"bytes */{file_size}"},
+            ) from error
 
 
 @router.post("", **documented(None, FileObject, form=FORM))
@@ -108,7 +128,7 @@ async def get_file_content(request: Request, file_id: str) -> Response:
     """A file's bytes."""
     record = _found(request, file_id)
     path = context_of(request).files.path(record)
-    return FileResponse(path, media_type="application/octet-stream", filename=record.filename)
+    return _Content(path, media_type="application/octet-stream", filename=record.filename)
 
 
 @router.delete("/{file_id}", **documented(None, FileDeleted))
