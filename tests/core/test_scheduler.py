@@ -76,6 +76,27 @@ def test_a_prompt_that_is_not_chunked_may_leave_the_running_out_of_its_step(dept
     world.run()
 
 
+def test_no_request_is_displaced_because_a_step_is_too_short() -> None:
+    """An urgent prompt that is not chunked has a step without the running requests, and takes of
+    the less urgent ones the blocks that it lacks, also while others are as urgent as it is."""
+    world = World(
+        num_blocks=13, max_num_batched_tokens=16, policy="priority", max_num_seqs=8,
+        enable_chunked_prefill=False, enable_prefix_caching=False, preemption_mode="recompute",
+    )  # fmt: skip
+    for number in range(3):
+        world.add(f"slow{number}", 2, 12, priority=5)
+        world.add(f"urgent{number}", 2, 12)
+    for _ in range(4):
+        world.step()
+    urgent = world.add("large", 13, 2)
+    assert world.kv.num_free_blocks == 1
+    assert world.step()[0].num_scheduled_tokens == [13]
+    assert urgent in world.scheduler.running
+    assert world.names("waiting") == ["slow1", "slow2"]
+    assert world.step()[0].num_scheduled_tokens == [1] * 5
+    world.run()
+
+
 def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
     world = World(
         num_blocks=6, preemption_mode="recompute", enable_prefix_caching=False, max_passes=0
@@ -437,7 +458,7 @@ class TestPriority:
         preempt(world, top, "swap")
         assert world.names("swapped") == ["top"]
         world.add("middle", 16, 8, priority=1)
-        world.scheduler._displace_running(PlanBuilder(64))
+        world.scheduler._displace_running(PlanBuilder(64), may_pause=True)
         assert low.status is Status.RUNNING
         world.run()
 
@@ -462,21 +483,28 @@ class TestPriority:
         assert low.is_finished
         world.run()
 
-    def test_nobody_is_displaced_for_a_prompt_that_finds_no_room_in_the_step(self) -> None:
-        """Without chunks, its 19 tokens would need all but one of the step's 20."""
+    def test_who_displaces_may_have_a_step_without_the_running_ones(self) -> None:
+        """Without chunks, 19 tokens need all but one of the step's 20. The second prompt waits for
+        the step after next, and only then displaces."""
         world = World(
             num_blocks=100,
             max_num_seqs=4,
             max_num_batched_tokens=20,
             enable_chunked_prefill=False,
+            enable_prefix_caching=False,
             policy="priority",
         )
         for name in "abcd":
-            world.add(name, 4, 15, priority=5 if name == "d" else 0)
+            world.add(name, 4, 15, priority=5 if name in "cd" else 0)
         world.step()
-        world.add("urgent", 19, 1, priority=1)
+        for number in range(2):
+            world.add(f"urgent{number}", 19, 5, priority=1)
+        plans = []
+        for names in (["urgent1", "d"], ["urgent1", "d"], ["c", "d"]):
+            plans.append(world.step()[0].num_scheduled_tokens)
+            assert world.names("waiting") == names
+        assert plans == [[19], [1] * 4, [19]]
         world.run()
-        assert world.scheduler.num_preemptions == {"swap": 0, "recompute": 0}
 
     def test_decodes_do_not_starve_beside_one_that_displaces(self) -> None:
         world = World(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=4, policy="priority")

@@ -184,9 +184,12 @@ class Scheduler:
         """
         builder = PlanBuilder(self.config.max_num_batched_tokens)
         self.queues.recall(self.kv.is_in_progress, self.queues.num_free_slots + MAX_DEFERRALS)
+        may_pause = not self._has_paused and self.kv.batch_formation.is_open(self.running)
+        self._has_paused = False
         if self.queues.ready:
-            self._displace_running(builder)
-        self._has_paused = not self._has_paused and self._start_alone(builder)
+            self._displace_running(builder, may_pause)
+            if may_pause and not builder.started:
+                self._start_alone(builder)
         if not self._has_paused:
             self._continue_running(builder)
             if self.swapped and not builder.ran_out_of_blocks:
@@ -206,8 +209,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------- displacing running requests
 
-    def _displace_running(self, builder: PlanBuilder) -> None:
-        """Preempt running requests for the first waiting one if it would not fit otherwise."""
+    def _displace_running(self, builder: PlanBuilder, may_pause: bool) -> None:
+        """Preempt running requests for the first waiting one if it would not fit otherwise.
+
+        `may_pause`: whether the step may leave the running requests out. They are not preempted
+        because the step is too short for them, too.
+        """
         head = self.queues.ready.first()
         if head is None or not self._may_pass(head, self._next_swapped()):
             return
@@ -216,15 +223,20 @@ class Scheduler:
             for victim in self.policy.displaceable(head, self.running)
             if not victim.num_undecided
         ]
-        if not victims or head.is_pending or not self._fits(head, builder, victims):
+        if not victims or head.is_pending:
+            return
+        room = builder.budget if may_pause else builder.budget - self.queues.num_running_seqs
+        if not self._fits(head, builder, room, victims):
             return
         for victim in victims:
-            if self._fits(head, builder):
+            if self._fits(head, builder, room):
                 break
             self._preempt(victim, builder)
         # At once, or the running requests would grow into the room that it needs.
         head.refused_with_free = None
-        self._admit(head, builder, builder.budget - self.queues.num_running_seqs)
+        outcome = self._admit(head, builder, builder.budget - self.queues.num_running_seqs)
+        if may_pause and outcome is not Admission.STARTED:
+            self._admit_alone(head, builder)
 
     def _next_swapped(self) -> Request | None:
         """The swapped request that comes back first. Waiting ones that pass it do not change which
@@ -236,15 +248,16 @@ class Scheduler:
         `swapped` is the next."""
         return swapped is None or self.policy.may_pass(waiting, swapped)
 
-    def _fits(self, request: Request, builder: PlanBuilder, leaving: Seq[Request] = ()) -> bool:
-        """Whether a waiting request could start in this step if some running ones left."""
+    def _fits(
+        self, request: Request, builder: PlanBuilder, room: int, leaving: Seq[Request] = ()
+    ) -> bool:
+        """Whether a waiting request could start in this step, which has `room` tokens for it, if
+        some running ones left."""
         demand = self._demand(request, builder)
         if demand.hit.is_unfinished or demand.hit.in_progress:
             return False
         slots = self.queues.num_free_slots
         slots += sum(other.method.max_sequences for other in leaving)
-        room = builder.budget - self.queues.num_running_seqs
-        room += sum(len(other.sequences) for other in leaving)
         if request.method.max_sequences > slots or room < self._least_at_once(demand):
             return False
         held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
@@ -257,26 +270,29 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step without running ones
 
-    def _start_alone(self, builder: PlanBuilder) -> bool:
+    def _start_alone(self, builder: PlanBuilder) -> None:
         """Start the first waiting request if what it must compute at once, its encoder's input or
         a prompt that is not chunked, has no room in a step beside the running sequences, and leave
         these out of the step. Else it would wait until enough of them have ended, and requests
         behind it would, too."""
         head, room = self.queues.ready.first(), builder.budget - self.queues.num_running_seqs
         if head is None:
-            return False
+            return
         most = 1 if self.config.enable_chunked_prefill else head.sequences[0].num_tokens
         if len(head.encoder_token_ids) + most <= room:
-            return False
-        if not self.kv.batch_formation.is_open(self.running):
-            return False
-        if builder.started or head.is_pending or not self._may_pass(head, self._next_swapped()):
-            return False
+            return
+        if head.is_pending or not self._may_pass(head, self._next_swapped()):
+            return
+        if head.method.max_sequences > self.queues.num_free_slots:
+            return
         if self._was_refused(head, self.kv.num_free_blocks):
-            return False
-        if self._least_at_once(self._demand(head, builder)) <= room:
-            return False  # enough of it is cached
-        return self._admit(head, builder, builder.budget) is Admission.STARTED
+            return
+        if self._least_at_once(self._demand(head, builder)) > room:  # else enough of it is cached
+            self._admit_alone(head, builder)
+
+    def _admit_alone(self, request: Request, builder: PlanBuilder) -> None:
+        """Start a waiting request if it fits into a step without the running ones."""
+        self._has_paused = self._admit(request, builder, builder.budget) is Admission.STARTED
 
     def _least_at_once(self, demand: Demand) -> int:
         """Tokens that the first step of a waiting request has to compute."""
