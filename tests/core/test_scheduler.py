@@ -539,7 +539,7 @@ def test_a_refused_request_is_looked_at_again_when_it_is_alone() -> None:
     world.step()
     preempt(world, swapped, "swap")
     refused = world.add("refused", 36, 4, priority=0)
-    refused.refused_with_free = world.kv.pool.num_free
+    refused.refused_at = world.kv.pool.num_free, None
     world.scheduler.abort("swapped")
     world.step()
     assert refused.status is Status.RUNNING

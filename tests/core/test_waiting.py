@@ -222,3 +222,22 @@ def test_a_waiting_prompt_is_hashed_once() -> None:
     assert max(r for r in world.scheduler.num_preemptions.values()) > 0
     blocks = [content for content in hashed if not content.startswith(b"octavo ")]
     assert len(blocks) == len(set(blocks))
+
+
+def test_one_that_was_refused_may_share_the_blocks_of_another_that_has_started_since() -> None:
+    """It then needs fewer than it was refused with, which need not come free first."""
+    world = World(num_blocks=24)
+    world.add("long", 4, 60)
+    short = world.add("short", 24, 4)
+    world.step()
+    refused = world.add("refused", prompt=[*SHARED, *[1] * 6 * BLOCK_SIZE])
+    world.step()
+    num_free = world.kv.num_free_blocks
+    assert num_free < 16
+    other = world.add("other", prompt=[*SHARED, 2], num_output_tokens=40)
+    while not short.is_finished:
+        world.step()
+    world.step()
+    assert world.kv.num_free_blocks < num_free
+    assert (refused.status, other.status) == (Status.RUNNING, Status.RUNNING)
+    world.run()

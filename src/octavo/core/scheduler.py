@@ -233,7 +233,7 @@ class Scheduler:
                 break
             self._preempt(victim, builder)
         # At once, or the running requests would grow into the room that it needs.
-        head.refused_with_free = None
+        head.refused_at = None
         outcome = self._admit(head, builder, builder.budget - self.queues.num_running_seqs)
         if may_pause and outcome is not Admission.STARTED:
             self._admit_alone(head, builder)
@@ -418,7 +418,7 @@ class Scheduler:
         else:
             mode = "recompute"
             self._recompute(request)
-        request.refused_with_free = None
+        request.refused_at = None
         request.num_preemptions += 1
         self.num_preemptions[mode] += 1
         builder.preempted.append(request)
@@ -532,7 +532,7 @@ class Scheduler:
             return Admission.DEFERRED
         if demand.num_blocks > free - self._num_reserved_blocks:
             if not self.queues.is_idle:
-                request.refused_with_free = free
+                request.refused_at = (free, demand.hit.missing)
                 return Admission.NO_ROOM
             # Alone, it fits by the check in `add`, unless a block is held only to be copied.
             excess = demand.hit.num_tokens
@@ -550,9 +550,12 @@ class Scheduler:
         return self._allocate(request, demand, builder, num_tokens)
 
     def _was_refused(self, request: Request, free: int) -> bool:
-        """Whether it did not fit before and no block has come free since. Alone, it may fit now."""
-        refused_with = request.refused_with_free
-        return refused_with is not None and free <= refused_with and not self.queues.is_idle
+        """Whether it did not fit before, and since then no block has come free, and no more of its
+        prefix is cached. Alone, it may fit now."""
+        if request.refused_at is None or self.queues.is_idle:
+            return False
+        refused_with, missing = request.refused_at
+        return free <= refused_with and (missing is None or not self.kv.is_cached(missing))
 
     def _demand(self, request: Request, builder: PlanBuilder) -> Demand:
         kv, chunk = self.kv, self.config.max_num_batched_tokens
@@ -588,7 +591,7 @@ class Scheduler:
         request.found_unverified = not self.kv.is_verified(hit)
         for seq in request.sequences:
             seq.num_at_start = seq.num_tokens
-        request.refused_with_free = None
+        request.refused_at = None
         self._start(request, builder)
         builder.open(leader)
         builder.apply(changes)

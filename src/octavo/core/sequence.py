@@ -136,7 +136,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "reading",
-        "refused_with_free",
+        "refused_at",
         "request_id",
         "sampling",
         "seed",
@@ -197,7 +197,8 @@ class Request:
         self.order: tuple[float, ...] = ()  # fixed place in the queues; lower comes first
         self.level = 0.0  # priority policy: urgency with which it was admitted
         self.num_passes = 0  # later requests admitted while this one did not fit
-        self.refused_with_free: int | None = None  # free blocks when it last did not fit
+        # When it last did not fit: the free blocks, and what the cache lacked of its prefix.
+        self.refused_at: tuple[int, PrefixNode | None] | None = None
         self.catching_up = False  # several sequences are being recomputed
         # Blocks that it held when it was last swapped out. It may need fewer when it comes back, as
         # samples may have ended since.

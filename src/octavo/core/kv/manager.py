@@ -193,6 +193,10 @@ class KVCacheManager:
             limit = min(limit, max_tokens)
         return self._prefixes.match(seq, limit, max_hashes)
 
+    def is_cached(self, node: PrefixNode) -> bool:
+        """Whether the block or encoder input that a hit has named as `missing` is cached now."""
+        return self._prefixes.is_cached(node)
+
     def is_in_progress(self, key: bytes) -> bool:
         """Whether a running sequence is computing the block that a hit has named as `awaited`."""
         return self._prefixes.is_in_progress(key)

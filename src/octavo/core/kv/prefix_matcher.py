@@ -45,6 +45,8 @@ class PrefixHit:
     source: PrefixNode | None = None  # the prefix that these hold
     # The key of the next block, if another running request is computing it.
     awaited: bytes | None = None
+    # The next block, or the encoder's input, if that is not cached and the lookup has hashed it.
+    missing: PrefixNode | None = None
     # There were too many blocks to hash for one lookup: the next lookup continues.
     is_unfinished: bool = False
     num_hashes: int = 0  # what the lookup took of its `max_hashes`
@@ -145,6 +147,8 @@ class PrefixMatcher:
             hit.awaited = following.key
         else:
             self._extend_into_block(seq, hit, limit)
+        if following is not None and not self.is_cached(following):
+            hit.missing = following
         hit.ended_by = self._reason_of_end(seq, hit, limit)
         return hit
 
@@ -162,6 +166,7 @@ class PrefixMatcher:
         elif self.is_in_progress(node.key):
             hit.awaited = node.key
         else:
+            hit.missing = node
             hit.ended_by = "evicted" if self._cache.was_evicted(node) else "unknown"
         return found is not None
 
@@ -219,6 +224,13 @@ class PrefixMatcher:
     def parent_of_tail(self, seq: Sequence, num_full: int) -> PrefixNode:
         """What comes after a sequence's first `num_full` blocks, which are hashed."""
         return seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
+
+    def is_cached(self, node: PrefixNode) -> bool:
+        """Whether an encoder input is cached, or a block is in every full-attention group."""
+        if self._inputs.find(node) is not None:
+            return True
+        entry = self._cache.find(node)
+        return entry is not None and entry.is_in(self._full)
 
     def is_in_progress(self, key: bytes) -> bool:
         """Whether a running request is computing the block of this key."""
