@@ -44,6 +44,7 @@ def test_random_workloads(batch: int) -> None:
     workloads = run_workloads(range(50 * batch, 50 * (batch + 1)))
     assert sum(workload.num_forks for workload in workloads) > 100
     assert sum(workload.num_tail_hits for workload in workloads) > 5
+    assert sum(workload.num_left_out for workload in workloads) > 0
 
 
 @batches(2, 4)

@@ -74,6 +74,9 @@ class Workload:
         max_seqs = rng.choice([1, 2, 4, 6, 8, 8])
         chunked = rng.random() < 0.8
         max_tokens = rng.choice([max_seqs, rng.randint(max_seqs, 30)]) if chunked else 200
+        if not chunked and self.seed % 4:
+            max_tokens = self.fill_steps(max_seqs)
+        self.max_model_len = 200 if chunked else max_tokens
         if self.has_encoder:
             max_tokens = max(max_tokens, rng.choice([8, 21, 30]))  # some inputs are too long
         self.kv = KVCacheManager(
@@ -103,6 +106,7 @@ class Workload:
         self.num_input_hits = 0  # admissions that found their encoder input
         self.num_tail_hits = 0  # admissions that copied a block which was not full
         self.num_forks = 0
+        self.num_left_out = 0  # steps without the running requests
         self.ended: list[tuple[Ask, list[int]]] = []  # with the tokens of one of their sequences
         self.kv.on_allocate = self.note_admission
         self.now = 0.0
@@ -165,6 +169,21 @@ class Workload:
             encoder_input=encoder_input,
         )
 
+    def fill_steps(self, max_seqs: int) -> int:
+        """Let some prompts leave no room for others in a step, or hardly any. Returns the length of
+        steps."""
+        rng = random.Random(self.seed)
+        longest = max(len(ask.prompt) + ask.max_tokens for ask in self.asks)
+        num_tokens = max(max_seqs, longest + rng.choice([0, 0, 1, 5]))
+        for place in rng.sample(range(NUM_REQUESTS), 5):
+            ask = self.asks[place]
+            max_tokens = min(2, ask.max_tokens)
+            length = num_tokens - max_tokens - rng.choice([0, 0, 0, 1, 2])
+            more = [rng.randrange(VOCABULARY) for _ in range(length - len(ask.prompt))]
+            prompt = (*ask.prompt, *more)
+            self.asks[place] = replace(ask, prompt=prompt, max_tokens=max_tokens)
+        return num_tokens
+
     def run(self) -> None:
         """Run to the end, checking everything on the way. Raises AssertionError."""
         rng, scheduler = self.rng, self.scheduler
@@ -178,6 +197,7 @@ class Workload:
             check_scheduler(scheduler)
             while len(under_way) < self.depth:
                 plan = scheduler.schedule()
+                self.num_left_out += scheduler._has_paused
                 check_scheduler(scheduler)
                 if not under_way:  # else windows may still be about to leave blocks behind
                     self.check_worst_cases()
@@ -237,6 +257,8 @@ class Workload:
     def add(self, ask: Ask) -> None:
         """Queue a request, or one whose samples have begun in another engine."""
         request, outputs = ask.request(self.now), {}
+        if request.method.max_length > self.max_model_len:
+            return  # as the engine refuses it
         if ask.kind == "sample" and not ask.wants_logprobs and self.rng.random() < 0.1:
             for index, tokens in enumerate(expected_samples(ask)):
                 num_known = self.rng.randint(1, len(tokens))
