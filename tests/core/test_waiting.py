@@ -14,7 +14,7 @@ from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.plan_builder import PlanBuilder
-from octavo.core.scheduler import MAX_DEFERRALS, Admission, Scheduler
+from octavo.core.scheduler import MAX_DEFERRALS
 from octavo.core.sequence import Request, Sequence, Status
 
 SHARED = [3] * 10 * BLOCK_SIZE
@@ -75,23 +75,25 @@ def test_a_step_looks_at_few_that_wait_for_a_prefix_and_at_none_of_them_twice(
     assert world.executor.num_computed < 2000  # the prefix once
 
 
-def test_without_a_free_slot_no_waiting_request_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_without_a_free_slot_no_waiting_request_is_looked_up(
+    is_chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(max_num_seqs=1)
+    """Nor is one that would have a step without the running requests."""
+    world = World(max_num_seqs=1, max_num_batched_tokens=4, enable_chunked_prefill=is_chunked)
     world.add("running")
     world.add("waiting")
-    looked_at: list[str] = []
-    original = Scheduler._admit
+    looked_up: list[str] = []
+    original = KVCacheManager.lookup
 
-    def admit(self: Scheduler, request: Request, *limits: Any) -> Admission:
-        looked_at.append(request.request_id)
-        return original(self, request, *limits)
+    def lookup(self: KVCacheManager, seq: Sequence, *limits: Any) -> PrefixHit:
+        looked_up.append(seq.request.request_id)
+        return original(self, seq, *limits)
 
-    monkeypatch.setattr(Scheduler, "_admit", admit)
+    monkeypatch.setattr(KVCacheManager, "lookup", lookup)
     world.step()
     world.step()
-    assert looked_at == ["running"]
+    assert looked_up == ["running"]
 
 
 def test_only_as_many_are_recalled_as_a_step_could_admit() -> None:
