@@ -443,6 +443,21 @@ def test_candidates_are_the_best_tokens_with_their_logprobs() -> None:
         assert logprobs == pytest.approx([expected[token] for token in token_ids], abs=1e-5)
 
 
+def test_of_equal_tokens_the_lowest_are_reported_however_many_others_ask_for() -> None:
+    logits = torch.randint(5, (3, 400), generator=torch.Generator().manual_seed(7)).float()
+    ranked = [sorted(range(400), key=lambda token: (-row[token], token)) for row in logits.tolist()]
+    for most in (3, 50, 400):
+        specs = [SamplingSpec(temperature=0.0, num_logprobs=number) for number in (3, most)]
+        output = sample(logits[:2], make_batch(specs))
+        for row, number in enumerate((3, most)):
+            [entry] = output.logprobs[row]
+            assert [token_id for token_id, _ in entry.top] == ranked[row][:number]
+        searched = [SamplingSpec(num_candidates=number) for number in (3, 2, most)]
+        candidates = sample(logits, make_batch(searched, num_expanded=3)).candidates
+        assert candidates is not None
+        assert candidates.token_ids.tolist() == [row[:most] for row in ranked]
+
+
 def test_an_edited_row_does_not_touch_its_neighbours() -> None:
     logits = torch.zeros(3, 20)
     logits[:, 7], logits[:, 3] = 2.0, 1.0

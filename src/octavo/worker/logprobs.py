@@ -39,6 +39,27 @@ def gather_logprobs(
     return result
 
 
+def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The `number` largest scores of each row, and the ids of their tokens: [num_rows, number].
+
+    Of equal scores, which are usual in bfloat16, that of the lower id comes first: what a row gets
+    does not depend on how many tokens the other rows of its step ask for.
+
+    Args:
+        scores: float32 [num_rows, vocab_size].
+    """
+    values, ids = scores.topk(number, dim=-1)
+    # Which of the tokens that equal the last one topk has taken is not specified.
+    limit, size = values[:, -1:], scores.shape[1]
+    every = torch.arange(size, dtype=torch.int32, device=scores.device)
+    lowest = every.where(scores == limit, size - 1).topk(number, dim=-1, largest=False).values
+    is_last = values == limit
+    ids = lowest.long().gather(1, is_last.cumsum(dim=-1).sub_(1).clamp_(min=0)).where(is_last, ids)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
 def _score(
     logits: Tensor, rows: Sequence[int], chosen: Sequence[Sequence[int]], num_top: Sequence[int]
 ) -> list[list[TokenLogprobs]]:
@@ -59,11 +80,11 @@ def _score(
     ranks = ((drawn_from > picked.unsqueeze(1)).sum(dim=-1) + 1).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
     if max(num_top) > 0:
-        top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
-        values = (top.values - normaliser).tolist()
+        largest, top_ids = largest_of(scores, min(max(num_top), scores.shape[1]))
+        values = (largest - normaliser).tolist()
         tops = [
             tuple(zip(ids[:number], vals[:number], strict=True))
-            for number, ids, vals in zip(num_top, top.indices.tolist(), values, strict=True)
+            for number, ids, vals in zip(num_top, top_ids.tolist(), values, strict=True)
         ]
     entries = iter(
         TokenLogprobs(token_id, logprob, rank, tops[owner])

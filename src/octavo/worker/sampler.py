@@ -30,7 +30,7 @@ from octavo.ops import Staging
 from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
-from octavo.worker.logprobs import gather_logprobs
+from octavo.worker.logprobs import gather_logprobs, largest_of
 
 Int64s = NDArray[np.int64]
 # Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.
@@ -376,7 +376,8 @@ def best_of(
     masked: tuple[Tensor, Tensor] | None = None,
     renormalises: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of each row's best next tokens, best first: [num_rows, number].
+    """Log-probabilities and ids of each row's best next tokens, best first, and of equal ones that
+    with the lower id: [num_rows, number].
 
     As in transformers' beam search, edits and masks act on log-probabilities. Those of a row that
     is not finite are all NaN, which no mask hides.
@@ -394,8 +395,7 @@ def best_of(
         scores[rows] = own.masked_fill_(is_out, -torch.inf)
     if renormalises:
         scores = scores.log_softmax(dim=-1)
-    best = scores.topk(number, dim=-1)
-    return best.values, best.indices
+    return largest_of(scores, number)
 
 
 def _masked(places: NDArray[np.int32], words: Tensor) -> tuple[Tensor, Tensor] | None:
