@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +51,20 @@ def test_a_bad_word_that_the_model_never_writes_bans_nothing() -> None:
         banned = preparer.prepare([4], params, 80).sampling.bad_words
         assert (tuple(spelled) in banned) == is_banned
         assert all(max(each) < vocab_size for each in banned)
+
+
+@pytest.mark.parametrize("name", ["begin", "end"])
+def test_a_delimiter_of_reasoning_that_the_tokenizer_leaves_out_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    directory = model_zoo.model_directory("llama3")
+    contents = json.loads((directory / "tokenizer.json").read_text())
+    contents["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    for path in directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    preparer = RequestPreparer(read_model_config(directory), tokenizer, EngineConfig("demo"))
+    params = SamplingParams(thinking={"num_tokens": 3, name: "  "})
+    with pytest.raises(InvalidRequest, match=rf"^thinking.{name}: '  ' is no token"):
+        preparer.prepare([4], params, 80)

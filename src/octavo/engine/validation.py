@@ -405,6 +405,10 @@ class RequestPreparer:
             tuple(self._tokenizer.encode(text, add_special_tokens=False))
             for text in (limit.begin, limit.end)
         )
+        for name, token_ids in (("begin", begin), ("end", end)):
+            if not token_ids:
+                text = shown(getattr(limit, name))
+                raise InvalidRequest(f"thinking.{name}", f"{text} is no token of the tokenizer")
         if max(*begin, *end) >= self._vocab_size:
             raise InvalidRequest("thinking", "its delimiters are not in the model's vocabulary")
         return ThinkingSpec(limit.num_tokens, begin, end, limit.is_open)
