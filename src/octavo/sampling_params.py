@@ -463,7 +463,9 @@ class BeamSearchParams(_Parameters):
     """
 
     beam_width: int
-    """Hypotheses that are kept; at most 16,384, and at most the engine's `max_num_seqs`."""
+    """Hypotheses that are kept; at most 16,384, and at most the engine's `max_num_seqs`. 1 is a
+    search, too, where transformers decodes greedily, as `SamplingParams(temperature=0)` does: its
+    penalties and "never" act as in searches with more beams."""
     max_tokens: int | None = 16
     """Longest output in tokens. None: up to the end of the model's context."""
     length_penalty: float = 1.0

@@ -65,8 +65,9 @@ class Hypothesis:
 class BeamSearch:
     """Keep the `width` most likely sequences.
 
-    Equal to transformers' `generate(num_beams=width)`: the same candidates, the same scores
-    (log-probability over length ** length_penalty) and the same stopping rule. The search ends
+    Equal to transformers' `generate(num_beams=width)` for a width above 1: the same candidates, the
+    same scores (log-probability over length ** length_penalty) and the same stopping rule. With a
+    width of 1, where transformers decodes greedily, it is the same search. It ends
     when `width` beams are finished (`early_stopping` True), when the best running beam, at its
     present length, cannot beat the worst finished one (False), or when it could not even at full
     length ("never").
