@@ -255,6 +255,8 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     )
     assert text == "<user>Hello\n<assistant>"
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+    with pytest.raises(InvalidRequest, match=r"^conversation 2 of 2: messages\[0\].role: 1 is not"):
+        llm.chat([messages, [{"role": 1}]], GREEDY, use_tqdm=False)
 
 
 def test_a_pinned_prefix_is_computed_once_and_stays(llm: LLM) -> None:

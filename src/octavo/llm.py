@@ -230,7 +230,8 @@ class LLM:
             One output for each conversation, in their order.
 
         Raises:
-            InvalidRequest: also if the model has no chat template, or its template refuses.
+            InvalidRequest: also if the model has no chat template, or its template refuses; of
+                several conversations the message says which.
             RequestTooLong, EngineFailed, EngineClosed: as `generate`.
 
         Example:
@@ -243,7 +244,13 @@ class LLM:
             raise InvalidRequest("messages", "there are none")
         single = isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
-        prompts = [self.chat_prompt(each, **template_variables) for each in conversations]
+        prompts: list[Prompt] = []
+        for each in conversations:
+            try:
+                prompts.append(self.chat_prompt(each, **template_variables))
+            except InvalidRequest as error:
+                _name_one_of(error, "conversation", len(prompts), len(conversations))
+                raise
         return self.generate(
             prompts,
             params,
@@ -416,8 +423,7 @@ class LLM:
                     )
                 )
         except InvalidRequest as error:
-            if len(many) > 1:
-                error.args = (f"prompt {len(streams) + 1} of {len(many)}: {error}",)
+            _name_one_of(error, "prompt", len(streams), len(many))
             raise
         return streams
 
@@ -503,6 +509,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [cast("list[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
+
+
+def _name_one_of(error: InvalidRequest, kind: str, index: int, count: int) -> None:
+    """Let an error about one of several say which."""
+    if count > 1:
+        error.args = (f"{kind} {index + 1} of {count}: {error}",)
 
 
 def _for_each(value: Any, count: int, name: str) -> Sequence[Any]:
