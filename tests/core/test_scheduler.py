@@ -56,7 +56,7 @@ def test_decodes_never_starve() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_that_is_not_chunked_may_leave_the_running_out_of_its_step(depth: int) -> None:
     """Else it and those behind it would wait until enough of the running ones have ended. One
-    that fits beside them leaves nobody out."""
+    that fits beside them leaves none of them out."""
     world = World(
         num_blocks=100, max_num_batched_tokens=12, max_num_seqs=8, depth=depth,
         enable_chunked_prefill=False, enable_prefix_caching=False,

@@ -254,6 +254,7 @@ def test_names_of_tools_and_arguments_are_read_as_they_are_demanded(
 DEFINITIONS = {
     "unit": {"type": "string", "enum": ["C", "F"]},
     "place": {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]},
+    "either": {"anyOf": [{"enum": ["F"]}, {"type": "null"}]},
 }
 
 
@@ -269,6 +270,7 @@ def refers(name: str) -> dict[str, Any]:
         ({"const": 7}, ["7"], [7]),
         ({"enum": [f"x{i}" for i in range(MAX_LISTED)]}, ["x77"], ["x77"]),
         (refers("unit"), ["F"], ["F"]),
+        (refers("either/anyOf/0"), ["F"], ["F"]),
         ({"allOf": [refers("unit")], "description": "C or F"}, ["F"], ["F"]),
         ({"anyOf": [refers("unit"), {"type": "null"}]}, ["F", "null"], ["F", None]),
         (refers("place"), ['{"z": 1}'], [{"z": 1}]),

@@ -413,6 +413,14 @@ for _ in range(150):
             "#/items: minProperties: the same name could be written more than once",
         ),
         ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "recurses without end"),
+        *(
+            (
+                {"json_schema": {"allOf": [{}], "$ref": f"#/allOf/{index}"}},
+                "structured.json_schema",
+                words,
+            )
+            for index, words in (("²", "Invalid URI"), ("9" * 5000, "Failed to parse array index"))
+        ),
         ({"json_schema": {"type": ["object", {}]}}, "structured.json_schema", "type must be"),
         (
             {"json_schema": ENDLESS},

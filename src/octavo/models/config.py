@@ -363,6 +363,14 @@ class ModelDescription:
         """For each layer, the projections and experts that may have copies."""
         return tuple(map_distinct(lambda each: each.copyable, self.layers))
 
+    def quantizable_weights(self) -> Iterator[tuple[str, LinearConfig | ExpertsConfig]]:
+        """All that may be quantized, by paths of modules (WeightNames.of)."""
+        encoder = () if self.encoder is None else self.encoder.layers
+        for stack, layers in {"layers": self.layers, "encoder.layers": encoder}.items():
+            for number, weights in enumerate(map_distinct(lambda each: each.quantizable, layers)):
+                for path, weight in weights.items():
+                    yield f"{stack}.{number}.{path}", weight
+
     def with_linear_method(self, method: str) -> Self:
         """The same model with other linear methods: of all projections in layers that have the
         usual one, and of the head, unless it shares the embedding's table."""
@@ -541,16 +549,11 @@ class ModelConfig(ModelDescription):
         """How each weight of layers is stored, but for those that are not quantized."""
         if self.quantization is None:
             return
-        encoder = () if self.encoder is None else self.encoder.layers
-        for stack, layers in {"layers": self.layers, "encoder.layers": encoder}.items():
-            parts = map_distinct(lambda each: each.quantizable, layers)
-            for number, each in enumerate(parts):
-                for path, weight in each.items():
-                    where = f"{stack}.{number}.{path}"
-                    stored = self.own_quantizations.get(where, self.quantization)
-                    if stored is not None:
-                        of_experts = isinstance(weight, ExpertsConfig)
-                        yield stored.of_experts if of_experts else stored, weight
+        for path, weight in self.quantizable_weights():
+            stored = self.own_quantizations.get(path, self.quantization)
+            if stored is not None:
+                of_experts = isinstance(weight, ExpertsConfig)
+                yield stored.of_experts if of_experts else stored, weight
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where quantized weights stay quantized: all of them, or those that a

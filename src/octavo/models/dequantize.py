@@ -250,10 +250,8 @@ def _divide_scales(stored: dict[str, tuple[Path, StoredTensor]]) -> None:
 
     Raises ModelError if the gates and ups of an expert share scales of one of several blocks.
     """
-    for name in [name for name in stored if _SCALES_OF_EXPERTS.fullmatch(name)]:
-        match = _SCALES_OF_EXPERTS.fullmatch(name)
-        assert match is not None
-        block, kind = match["block"], match["name"]
+    for match in [match for match in map(_SCALES_OF_EXPERTS.fullmatch, stored) if match]:
+        name, block, kind = match[0], match["block"], match["name"]
         if f"{block}.experts.{kind}" in stored:  # which transformers wrote as it holds it, too
             continue
         path, scale = stored[name]

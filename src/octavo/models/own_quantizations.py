@@ -7,7 +7,7 @@ The loader sees that from the tensors; memory is counted before there are any.
 from __future__ import annotations
 
 from octavo.layers.config import LinearConfig
-from octavo.models.config import ModelDescription, map_distinct
+from octavo.models.config import ModelDescription
 from octavo.models.quantization import Quantization
 from octavo.models.weight_names import WeightNames
 
@@ -24,20 +24,15 @@ def find_own_quantizations(
     """
     if not (quantization.groups or quantization.ignored):
         return {}
-    encoder = () if description.encoder is None else description.encoder.layers
     found = {}
-    for stack, layers in {"layers": description.layers, "encoder.layers": encoder}.items():
-        parts = map_distinct(lambda each: each.quantizable, layers)
-        for number, each in enumerate(parts):
-            for path, weight in each.items():
-                where = f"{stack}.{number}.{path}"
-                merged = names.of(where)
-                if isinstance(weight, LinearConfig):
-                    merged = merged[: len(weight.out_sizes)]
-                ways = {_stored_as(quantization, names, name) for name in merged}
-                own = ways.pop() if len(ways) == 1 else None
-                if own != quantization:
-                    found[where] = own
+    for path, weight in description.quantizable_weights():
+        merged = names.of(path)
+        if isinstance(weight, LinearConfig):
+            merged = merged[: len(weight.out_sizes)]
+        ways = {_stored_as(quantization, names, name) for name in merged}
+        own = ways.pop() if len(ways) == 1 else None
+        if own != quantization:
+            found[path] = own
     return found
 
 

@@ -4,6 +4,7 @@ and without quotes."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -16,12 +17,13 @@ _DEFINITIONS = ("$defs", "definitions")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 # Keywords that say more of a string than its type does.
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength", "enum")
+_VALUES_OF_TYPES: Mapping[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+_INDEX = re.compile(r"[0-9]{1,9}")  # of a list, in a reference
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schemas of an object's properties, each with the definitions that it may refer to."""
-    object_ = _target(schema, schema) if "$ref" in schema else schema
-    found = object_.get("properties") if isinstance(object_, dict | Mapping) else None
+    found = _of_object(schema, "properties")
     if not isinstance(found, dict):
         return {}
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
@@ -33,8 +35,7 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def required_of(schema: Mapping[str, Any]) -> list[Any]:
     """The names of the properties that an object must have."""
-    object_ = _target(schema, schema) if "$ref" in schema else schema
-    found = object_.get("required") if isinstance(object_, dict | Mapping) else None
+    found = _of_object(schema, "required")
     return found if isinstance(found, list) else []
 
 
@@ -80,6 +81,28 @@ def limits_of_strings(schema: object) -> list[str]:
     """The keywords by which a schema limits its strings."""
     used = {name for each in _alternatives(schema) for name in _OF_STRINGS if name in each}
     return [name for name in _OF_STRINGS if name in used]
+
+
+def pointed_at(root: object, reference: str) -> object:
+    """What a reference within a schema, such as "#/$defs/a", points at; None if it is not found."""
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].strip("/").split("/") if len(reference) > 1 else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _of_object(schema: Mapping[str, Any], keyword: str) -> object:
+    """A keyword of an object's schema, which may be a reference to that."""
+    found = _target(schema, schema)
+    return found.get(keyword) if isinstance(found, Mapping) else None
 
 
 def _alternatives(schema: object) -> Iterator[dict[str, Any]]:
@@ -137,23 +160,19 @@ def _own_values(schema: Mapping[str, Any]) -> list[Any]:
         return values
     if "const" in schema:
         return [schema["const"]]
-    by_type: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
     kind = schema.get("type")
-    return by_type.get(kind, []) if isinstance(kind, str) else []
+    return _VALUES_OF_TYPES.get(kind, []) if isinstance(kind, str) else []
 
 
 def _target(root: object, schema: object) -> object:
-    """What the reference of a schema within `root` points at; None if it is not found."""
+    """What the reference of a schema within `root` points at, the schema itself if it has none;
+    None if that is not found."""
     found, seen = schema, set[str]()
-    while isinstance(found, Mapping) and isinstance(found.get("$ref"), str):
-        reference = found["$ref"]
+    while isinstance(found, Mapping) and isinstance(reference := found.get("$ref"), str):
         if reference in seen or not reference.startswith("#/"):
             return None
         seen.add(reference)
-        found = root
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
+        found = pointed_at(root, reference)
     return found
 
 

@@ -71,7 +71,7 @@ class GrammarChecker:
             raise InvalidRequest(field or grammar.field, reason)
 
     def has_verdict(self, grammar: Grammar) -> bool:
-        """Whether `check` need not ask a process about a grammar for outputs that begin anew."""
+        """Whether `check` knows about a grammar, for outputs without a beginning."""
         with self._lock:
             return _digest(grammar, ()) in self._verdicts
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Set
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+from octavo.parsing.argument_schemas import pointed_at
+
 MAX_DEPTH = 100  # of a schema, in JSON values
 MAX_OPTIONAL = 1_024  # properties of an object, each of which the library follows at its beginning
 MAX_LOOKS = 100_000  # at schemas, to find out whether values end; about a tenth of a second
@@ -214,11 +216,10 @@ class _Endings:
     to end counts as if it did."""
 
     def __init__(self, root: object) -> None:
-        self._root = root
         self._num_looks = 0
         self._ending: set[str] = set()  # references to schemas with finite values
         targets = {
-            each["$ref"]: self._target(each["$ref"])
+            each["$ref"]: pointed_at(root, each["$ref"])
             for _, each in _subschemas(root)
             if isinstance(each.get("$ref"), str)
         }
@@ -266,21 +267,6 @@ class _Endings:
             needed = [*first[: int(least)], *([schema.get("items")] if least > len(first) else [])]
             return all(map(self.has_end, needed))
         return True
-
-    def _target(self, reference: str) -> object:
-        """What a reference within the schema points at; None if that is not found."""
-        if not reference.startswith("#"):
-            return None
-        found = self._root
-        for part in reference[1:].strip("/").split("/") if len(reference) > 1 else ():
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return None
-        return found
 
 
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
