@@ -219,6 +219,25 @@ def test_cached_blocks_are_evicted_last_and_the_oldest_first() -> None:
     assert kv.lookup(make_sequence(4, [1] * 8)).num_tokens == BLOCK_SIZE
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("block_sizes", [(4,), (4, 4, 4), (8, 4), (4, 8)])
+def test_the_end_of_a_prefix_is_evicted_first_in_all_groups(
+    block_sizes: tuple[int, ...], is_swapped: bool
+) -> None:
+    specs: list[KVSpec] = [FullAttention(), SlidingWindow(100), SlidingWindow(200)]
+    num_blocks = sum(64 // size for size in block_sizes)
+    kv = KVCacheManager(specs[: len(block_sizes)], block_sizes, num_blocks, num_blocks)
+    seq = make_sequence(0, [1] * 64)
+    compute(kv, seq)
+    if is_swapped:
+        assert kv.swap_out([seq]) is not None
+    else:
+        kv.free(seq)
+    for _ in range(num_blocks // 4):
+        kv.pool.allocate()
+    assert kv.lookup(make_sequence(1, [1] * 65)).num_tokens == 48
+
+
 def test_who_watches_is_told_what_starts_and_what_is_evicted() -> None:
     kv = make_manager(num_blocks=4)
     told: list[tuple[Sequence, PrefixHit]] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.batch_formation import BatchFormation, ContinuousBatching
@@ -534,7 +535,7 @@ class KVCacheManager:
             return None
         for seq in seqs:
             self._prefixes.abandon(seq)
-        return self._move(seqs, held, self.pool, self.swap_pool)
+        return self._move(seqs, held, self.swap_pool)
 
     def num_swap_in_blocks(self, seqs: Seq[Sequence]) -> int:
         return len(_distinct(seqs))
@@ -544,7 +545,7 @@ class KVCacheManager:
         held = _distinct(seqs)
         if len(held) > self.pool.num_free:
             return None
-        pairs = self._move(seqs, held, self.swap_pool, self.pool)
+        pairs = self._move(seqs, held, self.pool)
         return pairs, Changes(table_writes=[w for seq in seqs for w in self.table_writes(seq)])
 
     def table_writes(self, seq: Sequence) -> list[TableWrite]:
@@ -749,22 +750,39 @@ class KVCacheManager:
         return True
 
     def _release_table(self, table: BlockTable) -> None:
-        # Tails are released first, and so evicted first: a cached head is useful without its
-        # tail, but not the reverse.
+        # Tails are released first, of all groups together, and so evicted first: a cached head is
+        # useful without its tail, but neither the reverse nor the head in some of the groups.
         pool = self.pool if table.on_device else self.swap_pool
-        for ids in table.by_group():
-            for block_id in reversed(ids):
-                if block_id != NULL_BLOCK:
-                    pool.release(block_id)
+        for block_id in chain(self._tail_first(table), *map(reversed, table.encoder_ids)):
+            if block_id != NULL_BLOCK:
+                pool.release(block_id)
+
+    def _tail_first(self, table: BlockTable) -> Iterable[int]:
+        """The blocks of the sequence's tokens in all groups, those of the last tokens first."""
+        if self._is_uniform:
+            rows = zip(*map(reversed, table.block_ids), strict=True)
+            return chain.from_iterable(rows)
+        starts = sorted(
+            (
+                (i * size, ids[i])
+                for ids, size, first in zip(
+                    table.block_ids, self.block_sizes, table.num_dropped, strict=True
+                )
+                for i in range(first, len(ids))
+            ),
+            reverse=True,
+        )
+        return [block_id for _, block_id in starts]
 
     def _move(
-        self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
+        self, seqs: Seq[Sequence], held: list[int], target: BlockPool
     ) -> list[tuple[int, int]]:
         """Replace each block of the sequences by one of the other tier; sharing is preserved."""
         moved = {block_id: target.allocate() for block_id in held}
         seen: set[int] = set()
         for seq in seqs:
             table = _table(seq)
+            self._release_table(table)
             for ids in table.by_group():
                 for i, block_id in enumerate(ids):
                     if block_id == NULL_BLOCK:
@@ -773,7 +791,6 @@ class KVCacheManager:
                         target.share(moved[block_id])
                     seen.add(block_id)
                     ids[i] = moved[block_id]
-                    source.release(block_id)
             table.offer_again()
             table.on_device = target is self.pool
         return list(moved.items())
