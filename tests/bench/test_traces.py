@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
+from collections import deque
 from pathlib import Path
 
 import pytest
 
-from octavo.bench.traces import TraceRequest, make_prompts, read_trace
+from octavo.bench.traces import TraceRequest, generate_prompts, make_prompts, read_trace
 from octavo.errors import TraceError
 
 SHIPPED = Path(__file__).parents[2] / "benchmarks/traces"
@@ -47,6 +49,25 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
     assert first[:8] == second[:8]
     assert first[8:] != second[8:10]
     assert make_prompts(requests, 1000, seed=3, hash_block_size=4)[0] == first
+
+
+def test_prompts_of_a_long_trace_take_little_memory() -> None:
+    """What is kept is packed, and nothing is made beyond the ends of prompts."""
+    distinct = [
+        TraceRequest(10_240, 1, hash_ids=tuple(range(n, n + 20))) for n in range(0, 800, 20)
+    ]
+    cut = TraceRequest(10, 1, hash_ids=tuple(range(100)))
+    assert peak_bytes(distinct, 512) < 4 << 20
+    assert peak_bytes([cut], 1 << 13) < 1 << 20
+
+
+def peak_bytes(requests: list[TraceRequest], hash_block_size: int) -> int:
+    tracemalloc.start()
+    try:
+        deque(generate_prompts(requests, 30_000, 0, hash_block_size), maxlen=0)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,16 @@ def generate_prompts(
 ) -> Iterator[list[int]]:
     """The same as an iterator, for traces whose prompts would take much memory."""
     draw = random.Random(seed)
-    blocks: dict[int, list[int]] = {}
+    blocks: dict[int, array[int]] = {}  # packed: a trace may have a hundred thousand
     for request in requests:
         prompt: list[int] = []
         for hash_id in request.hash_ids:
+            if len(prompt) >= request.prompt_tokens:
+                break
             if hash_id not in blocks:
                 own = random.Random(f"{seed}-{hash_id}")
-                blocks[hash_id] = own.choices(range(vocab_size), k=hash_block_size)
+                drawn = own.choices(range(vocab_size), k=hash_block_size)
+                blocks[hash_id] = array("i", drawn)
             prompt += blocks[hash_id]
         del prompt[request.prompt_tokens :]
         prompt += draw.choices(range(vocab_size), k=request.prompt_tokens - len(prompt))
