@@ -26,7 +26,7 @@ from octavo.simulation.planning import Fleet, Hopeless, Refusal, Target, fewest_
 from octavo.simulation.report import fewest
 from octavo.simulation.result import RequestRecord
 from octavo.simulation.run import Simulation, Watcher, simulate
-from octavo.simulation.workloads import Workload
+from octavo.simulation.workloads import Workload, WorkloadSpec, build
 
 UNCACHED = CacheConfig(num_blocks=983, enable_prefix_caching=False)
 OPT = SimulationConfig("opt-13b", "a100-40gb", cache=UNCACHED, coefficients=PAPER_2023)
@@ -296,6 +296,20 @@ def test_fewest_devices() -> None:
         Target()
     with pytest.raises(ConfigError, match="target: -1 s is not a positive number"):
         Target(-1)
+    with pytest.raises(ConfigError, match="target: inf s is not a positive number"):
+        Target(0.1, math.inf)
+
+
+def test_engines_that_no_request_reaches_do_not_end_the_search() -> None:
+    """A target that is missed by few requests, too, is not met by more engines."""
+    spec = WorkloadSpec("alpaca", rate=1.0, duration=5.0)
+    found = fewest_gpus(OPT, lambda _, rate: build(spec.at_rate(rate)), 1.0, Target(1e-6), (1, 2))
+    assert [str(each.reason) for each in found if isinstance(each, Refusal)] == [
+        "64 devices do not meet the target",
+        "64 devices do not meet the target",
+    ]
+    with pytest.raises(ConfigError, match="rate: no request arrives"):
+        fewest_gpus(OPT, lambda _, rate: build(spec.at_rate(rate)), 1e-6, Target(1e-6))
 
 
 def test_nothing_finished_is_infinitely_slow() -> None:

@@ -38,8 +38,9 @@ class Target:
         given = [limit for limit in limits if limit is not None]
         if not given:
             raise ConfigError("target", "give a latency, a time to first token or a time per token")
-        if not all(0 < limit < math.inf for limit in given):
-            raise ConfigError("target", f"{min(given)} s is not a positive number")
+        for limit in given:
+            if not 0 < limit < math.inf:
+                raise ConfigError("target", f"{limit} s is not a positive number")
 
     def is_met(self, result: SimulationResult) -> bool:
         """Whether all requests were served, and well enough."""
@@ -240,7 +241,12 @@ def _fewest_engines(
     """For engines of one size: doubles their number until they meet the target, then bisects."""
 
     def result_of(num_engines: int) -> SimulationResult | None:
-        found = probe(config, workload_at, rate / num_engines, target, progress)
+        try:
+            found = probe(config, workload_at, rate / num_engines, target, progress)
+        except ConfigError as error:
+            if error.field != "rate" or num_engines == 1:
+                raise
+            return None  # so many that no request arrives at this one: fewer have next to none
         return found.result if found.is_met else None
 
     too_few, enough, best = 0, 1, None
