@@ -7,9 +7,10 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from core.worlds import World, preempt, sampling
+from core.worlds import World, compute, make_manager, make_sequence, preempt, sampling
 from octavo.core.block_table import BlockTable
 from octavo.core.kv import manager
+from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
 from octavo.core.policies import FairShare
 from octavo.core.preemption import (
     SMOOTHING,
@@ -64,6 +65,28 @@ def test_swapping_goes_both_ways() -> None:
     costs = PreemptionCosts(seconds_per_token=0.5, seconds_per_block=0.25)
     assert costs.recompute_seconds(6) == 3.0
     assert costs.swap_seconds(6) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("specs", "seconds_per_block", "mode"),
+    [
+        ([FullAttention()], 2.5, "recompute"),  # 12 blocks, twice: 60 s
+        ([FullAttention()], 1.5, "swap"),
+        ([FullAttention(), *[SlidingWindow(100)] * 6], 0.5, "recompute"),  # 84 blocks: 84 s
+        ([SlidingWindow(8)], 2.5, "swap"),  # 2 blocks: 10 s
+    ],
+)
+def test_tokens_are_recomputed_once_whatever_blocks_they_are_in(
+    specs: list[KVSpec], seconds_per_block: float, mode: str
+) -> None:
+    """Samples share 48 of them; groups have blocks of their own, and windows have left some."""
+    kv = make_manager(100, num_swap_blocks=100, specs=specs)
+    first, *others = [make_sequence(number, [1] * 48) for number in range(4)]
+    compute(kv, first)
+    kv.settle(first, 48)
+    for other in others:
+        kv.fork(first, other)
+    assert PreemptionCosts(1.0, seconds_per_block).choose([first, *others], kv) == mode
 
 
 class Token(int):

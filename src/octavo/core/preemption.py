@@ -44,10 +44,8 @@ class PreemptionCosts:
         is logged. "swap" only if the swap tier has room.
         """
         num_blocks = kv.num_swap_in_blocks(held)
-        # Shared tokens are recomputed once, so count the slots of blocks, not sequences' tokens.
-        num_tokens = sum(seq.num_computed_tokens for seq in held)
-        num_tokens += len(held[0].request.encoder_token_ids)
-        num_tokens = min(num_blocks * kv.block_size, num_tokens)
+        # Shared tokens are recomputed once.
+        num_tokens = kv.num_distinct_tokens(held) + len(held[0].request.encoder_token_ids)
         swap, recompute = self.swap_seconds(num_blocks), self.recompute_seconds(num_tokens)
         has_room = num_blocks <= kv.swap_pool.num_free
         mode = "swap" if has_room and swap < recompute else "recompute"

@@ -540,6 +540,15 @@ class KVCacheManager:
     def num_swap_in_blocks(self, seqs: Seq[Sequence]) -> int:
         return len(_distinct(seqs))
 
+    def num_distinct_tokens(self, seqs: Seq[Sequence]) -> int:
+        """How many tokens the sequences have computed, counting those in blocks that they share
+        once. What windows have left behind counts as shared."""
+        most = 0
+        for group, size in enumerate(self.block_sizes):
+            blocks = {block for seq in seqs for block in enumerate(_table(seq).block_ids[group])}
+            most = max(most, len(blocks) * size)
+        return min(most, sum(seq.num_computed_tokens for seq in seqs))
+
     def swap_in(self, seqs: Seq[Sequence]) -> tuple[list[tuple[int, int]], Changes] | None:
         """Bring swapped sequences back. Returns (swap block, device block) pairs."""
         held = _distinct(seqs)
