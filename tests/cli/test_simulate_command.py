@@ -138,7 +138,10 @@ def steps(tmp_path: Path) -> Path:
             ("--memory-policy", "orca"),
             "error: memory_policy: 'orca' is not one of paged, orca-max, orca-pow2",
         ),
-        (("--num-gpus", 3), "error: num_gpus: 40 heads cannot be divided among 3"),
+        (
+            ("--num-gpus", 3),
+            "error: num_gpus: the number of attention heads (40) cannot be divided evenly among 3",
+        ),
         (("--gpu", "cpu"), "error: a KV cache of one block does not fit"),
         (("--n", 400), "error: workload: request 0: n: 400 sequences exceed max_num_seqs (256)"),
     ],

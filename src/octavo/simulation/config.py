@@ -18,6 +18,7 @@ from octavo.executor.base import KVCapacity
 from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, plan_memory
 from octavo.models.config import ModelConfig
 from octavo.models.registry import quantized_on_load
+from octavo.parallel import Shard
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
@@ -71,7 +72,8 @@ class SimulationConfig:
         """Look the names up and divide the memory.
 
         Raises:
-            ConfigError, ModelError: an unknown device or model, or heads that cannot be divided.
+            ConfigError, ModelError: an unknown device or model, or one that so many devices cannot
+                share.
             OutOfMemory: weights or KV cache do not fit.
         """
         model = find_model(self.model)
@@ -79,11 +81,10 @@ class SimulationConfig:
             raise ConfigError(
                 "model", f"{self.model} has an encoder, whose time the cost model does not know"
             )
-        for num_heads in {layer.attention.num_heads for layer in model.layers}:
-            if num_heads % self.num_gpus:
-                raise ConfigError(
-                    "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
-                )
+        try:
+            model.sharded(Shard(0, self.num_gpus))
+        except ConfigError as error:
+            raise ConfigError("num_gpus", error.reason) from error
         gpu = find_gpu(self.gpu)
         dtype = model.dtype if self.dtype == "auto" else self.dtype
         engine = replace(self.engine_config, tensor_parallel_size=self.num_gpus)
