@@ -47,6 +47,9 @@ COMMANDS: list[tuple[object, ...]] = [
       for value in (-1, "nan")),
     *(("bench", "latency", option, HUGE)
       for option in ("--input-len", "--n", "--beam-width", "--batch-size")),
+    *((*command, "--beam-width", 2, "--n", 2)
+      for command in (SIMULATE, ("bench", "throughput"), ("bench", "latency"), ("generate", "hi"))),
+    ("bench", "throughput", "--beam-width", 2, "--temperature", 0.5),
     ("bench", "throughput", "--num-prompts", HUGE),
     *(("bench", "serve", option, HUGE)
       for option in ("--num-prompts", "--input-len", "--vocab-size")),

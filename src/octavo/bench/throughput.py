@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.bench.memory_use import MemoryUse, SlotUse, mean_slots, sharing_saves
 from octavo.bench.percentiles import Percentiles
 from octavo.bench.traces import HASH_BLOCK_SIZE, TraceRequest, make_prompts
-from octavo.errors import RequestTooLong
+from octavo.errors import ConfigError, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,12 +38,22 @@ RECORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How outputs are sampled; every output has exactly the length that the trace gives."""
+    """How outputs are sampled; every output has exactly the length that the trace gives.
+
+    Raises ConfigError for samples, or a temperature, beside beams.
+    """
 
     n: int = 1
     temperature: float | None = None  # None: greedy, or 1 if there are several samples
     beam_width: int | None = None
     structured: bool = False  # every output is the beginning of JSON that keeps to RECORDS
+
+    def __post_init__(self) -> None:
+        if self.beam_width is None:
+            return
+        for name, is_given in (("n", self.n > 1), ("temperature", self.temperature is not None)):
+            if is_given:
+                raise ConfigError(name, "it is of no use with beam_width")
 
     @property
     def is_wide(self) -> bool:
