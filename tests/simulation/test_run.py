@@ -306,6 +306,19 @@ def test_fewest_devices() -> None:
         Target(0.1, math.inf)
 
 
+def test_no_number_of_engines_up_to_the_limit_is_left_out() -> None:
+    """Seven are needed, and the number is doubled until there are enough."""
+    limits = {7: 7, 6: "6 devices do not meet the target"}
+    for max_gpus, expected in limits.items():
+        [found] = fewest_gpus(
+            OPT, lambda _, rate: steady(60, 1 / rate), 20.0, Target(0.03), (1,), max_gpus
+        )
+        assert expected == (found.reason if isinstance(found, Refusal) else found.num_engines)
+    [refused] = fewest_gpus(OPT, lambda _, rate: steady(1, 1.0), 1.0, Target(0.1), (4,), 3)
+    assert isinstance(refused, Refusal)
+    assert refused.reason == "one engine takes more devices than there may be"
+
+
 def test_engines_that_no_request_reaches_do_not_end_the_search() -> None:
     """A target that is missed by few requests, too, is not met by more engines."""
     spec = WorkloadSpec("alpaca", rate=1.0, duration=5.0)

@@ -249,9 +249,11 @@ def _fewest_engines(
             return None  # so many that no request arrives at this one: fewer have next to none
         return found.result if found.is_met else None
 
-    too_few, enough, best = 0, 1, None
-    while enough <= max_engines and (best := result_of(enough)) is None:
-        too_few, enough = enough, 2 * enough
+    if not max_engines:
+        return Refusal(config, "one engine takes more devices than there may be")
+    too_few, enough = 0, 1
+    while (best := result_of(enough)) is None and enough < max_engines:
+        too_few, enough = enough, min(2 * enough, max_engines)
     if best is None:
         count = max_engines * config.num_gpus
         return Refusal(config, f"{count} devices do not meet the target")
