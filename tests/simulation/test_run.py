@@ -19,6 +19,7 @@ from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.executor.local import LocalExecutor
 from octavo.models.registry import read_model_config
+from octavo.simulation import planning
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.executor import SimulatedExecutor, SimulatedStep
@@ -252,6 +253,16 @@ def test_the_highest_rate_meets_the_target_and_a_little_more_misses_it() -> None
     assert whole.normalized_latency > 0.05
     impossible = highest_rate(OPT, lambda _, rate: steady(3, 1 / rate), Target(1e-6))
     assert impossible.rate == 0
+
+
+def test_a_search_may_begin_below_the_lowest_rate_that_it_falls_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planning, "MAX_PROBES", 2)
+    first = planning.MIN_RATE / 2
+    for target, rates in ((1.0, [first, planning.STEP * first]), (1e-6, [first])):
+        found = highest_rate(OPT, lambda _, rate: steady(3, 1 / rate), Target(target), first)
+        assert [each.rate for each in found.probes] == rates
 
 
 def test_hopeless_is_certain() -> None:

@@ -161,7 +161,9 @@ def highest_rate(
     """
     below, above, rate = 0.0, math.inf, first
     probes: list[Probe] = []
-    while above > (1 + resolution) * below and rate > MIN_RATE and len(probes) < MAX_PROBES:
+    while above > (1 + resolution) * below and len(probes) < MAX_PROBES:
+        if probes and not below and rate <= MIN_RATE:
+            break
         try:
             found = probe(config, workload_at, rate, target, progress)
         except ConfigError as error:
