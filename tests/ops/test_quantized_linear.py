@@ -629,6 +629,20 @@ def test_small_groups_need_not_fill_the_last_block(hopper: torch.device, bits: i
     assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_inputs_of_an_output_may_share_a_zero_point(hopper: torch.device, bits: int) -> None:
+    """Beside one scale for them, as GPTQ has with a group size of -1. Persistent programs look for
+    a zero point in each block of inputs."""
+    form = GroupedInt.quantize(torch.randn(40, 384) * 384**-0.5, bits, 384)
+    zeros = torch.arange(40, dtype=torch.int16).view(form.scales.shape) % (1 << bits)
+    form = replace(form, zeros=zeros).to(hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x = inputs(65, 384, torch.bfloat16, hopper)
+    wanted = x.float() @ form.dequantize().t()
+    assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
+
+
 def test_what_is_measured_in_one_dtype_says_nothing_of_another(hopper: torch.device) -> None:
     keys = []
     for dtype in (torch.bfloat16, torch.float16):

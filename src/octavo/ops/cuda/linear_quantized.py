@@ -217,7 +217,7 @@ def _launch_persistent(
         stored.stride_row,
         stored.stride_group,
         stored.block_rows,
-        max(1, stored.group // BLOCK),
+        max(1, stored.group // BLOCK) if stored.group else num_blocks,
         REST=rest,
         ROWS=tiles.rows,
         STAGES=tiles.stages,
