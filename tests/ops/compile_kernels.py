@@ -767,7 +767,7 @@ def experts_on_hopper(
         x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
         routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
         lists = routed.lists
-        tiles = choose_hopper_tiles(lists.block_rows, up, down)
+        tiles = choose_hopper_tiles(num_tokens, lists.block_rows, up, down)
         if tiles is None:
             continue
         out = torch.empty(config.top_k, num_tokens, up.size)

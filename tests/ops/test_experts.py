@@ -776,7 +776,7 @@ def test_products_on_hopper(
     up, down = map(ExpertMatrices.of, forms)
     assert up is not None
     assert down is not None
-    tiles = choose_hopper_tiles(routed.lists.block_rows, up, down)
+    tiles = choose_hopper_tiles(num_tokens, routed.lists.block_rows, up, down)
     assert tiles is not None
     num_blocks = int(routed.lists.num_blocks)
     for each in routed.lists[1:4]:

@@ -142,7 +142,7 @@ def test_experts_give_what_those_of_8_bits_do(
     if device.type == "cpu":
         monkeypatch.setattr(cuda_experts, "grouped_kernel", Emulated(cuda_experts.grouped_kernel))
         monkeypatch.setattr(cuda_experts, "num_sms", lambda device: num_sms)
-    tiles = choose_hopper_tiles(routed.lists.block_rows, up, down)
+    tiles = choose_hopper_tiles(num_tokens, routed.lists.block_rows, up, down)
     assert tiles is not None
     packed = tuple(pack_float7(each.values.flatten(0, 1)) for each in (up, down))
     results = []

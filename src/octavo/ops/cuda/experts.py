@@ -181,7 +181,7 @@ class CudaExperts:
             return None
         if num_tokens == 1 or max_blocks(num_tokens, num_experts, top_k, tokens) > MAX_BLOCKS:
             return None
-        return choose_hopper_tiles(tokens, up, down)
+        return choose_hopper_tiles(num_tokens, tokens, up, down)
 
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
@@ -224,7 +224,7 @@ def launch_on_hopper(
 
     lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
-    tokens = lists.block_rows
+    tokens = tiles.tokens
     up, down = weights
     assert up.scales is not None
     assert down.scales is not None

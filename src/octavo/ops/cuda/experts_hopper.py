@@ -4,7 +4,8 @@ One kernel computes both of them. Its programs are one for each SM, and each cla
 the other (claims.py): two matrices of ROWS rows of an expert's weights (gates and the ups that
 belong to them, or neighbouring rows of the down projection), times the tokens of one block of
 routing.py's lists. One warp loads weights by TMA, STAGES deep and on into the next tile; a
-warpgroup copies the tokens' inputs; two others multiply by wgmma and store.
+warpgroup copies the tokens' inputs; two others multiply by wgmma and store; one more warp counts
+what they have stored.
 
 Tiles of down projections follow those of the gates, and memory does not rest in between: their
 weights are loaded as those of one more tile. Their inputs wait until all gates of the block are
@@ -40,15 +41,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.float7 import PIECE_ROWS, UNIT
-from octavo.ops.cuda.claims import claim, claimed, make_claims
+from octavo.ops.cuda.claims import claim, claimed
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_weights import BLOCK
 from octavo.ops.cuda.float7 import allocate, descriptors_of, fetch_rows, left_operand
 from octavo.ops.cuda.grouped_hopper import (
+    announce_all,
     await_gates,
     count_tiles,
     first_block,
     first_state,
+    hand_over,
+    make_grouped_claims,
     next_block,
     reset_progress,
     rows_of,
@@ -389,7 +393,7 @@ def _add_steps(
 @gluon.jit
 def _multiply(
     lists,
-    done,
+    stored,
     buffers,
     claims,
     work,
@@ -418,8 +422,9 @@ def _multiply(
     )
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
+    OWN: gl.constexpr = min(8, TOKENS // 2)  # rows that a thread stores
     STORE: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
+        [OWN, 1], [ROWS // OWN, 32 * OWN // ROWS], [1, gl.num_warps()], [0, 1]
     )
     tile -= before
     expert, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
@@ -464,8 +469,7 @@ def _multiply(
         if GATED:
             acc = activate_gated(acc, up, EPILOGUE)
             _store_in_two(acc, out, tile, begin, end, row_tiles, num_outputs, STORE)
-            sync_threads()  # all threads have stored
-            gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
+            hand_over(stored, count - 1)
         else:
             store_to(acc, out, targets, row, num_outputs, GATED, STORE)
             store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
@@ -477,7 +481,7 @@ def _multiply(
 def _multiply_all(
     lists,
     num_blocks,
-    done,
+    stored,
     buffers,
     claims,
     factors,
@@ -499,12 +503,12 @@ def _multiply_all(
     num = gl.load(num_blocks, cache_modifier=".cg")
     gates, downs = count_tiles(num, shapes)
     state = _multiply(
-        lists, done, buffers, claims, gates, first_state(), factors[0], inner, shares, shapes[0],
+        lists, stored, buffers, claims, gates, first_state(), factors[0], inner, shares, shapes[0],
         num_tokens, num_steps[0], TOP_K, SCALE_ROWS[0], SCALE_COLUMNS[0], EPILOGUE, True,
     )  # fmt: skip
     _multiply(
-        lists, done, buffers, claims, downs, state, factors[1], out, shares, shapes[1], num_tokens,
-        num_steps[1], TOP_K, SCALE_ROWS[1], SCALE_COLUMNS[1], 0, False,
+        lists, stored, buffers, claims, downs, state, factors[1], out, shares, shapes[1],
+        num_tokens, num_steps[1], TOP_K, SCALE_ROWS[1], SCALE_COLUMNS[1], 0, False,
     )  # fmt: skip
 
 
@@ -593,13 +597,12 @@ def grouped_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + 32 * GATHERING_WARPS)
         mbarrier.init(free.index(stage), count=1)
-    claims = make_claims(STAGES + 1)
+    claims, stored = make_grouped_claims(STAGES)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     lists = (experts, begins, ends, rows)
     counter = progress + 1
-    done = progress + 2
     shapes = shapes_of(num_inner, size, _ROWS)
     num_steps = (gl.cdiv(size, _BLOCK), gl.cdiv(num_inner, _BLOCK))
     gl.warp_specialize(
@@ -609,7 +612,7 @@ def grouped_kernel(
                 (
                     lists,
                     num_blocks,
-                    done,
+                    stored,
                     (tiles, x_tiles, x_scales, ready, free),
                     claims,
                     (
@@ -664,7 +667,8 @@ def grouped_kernel(
                     PDL,
                 ),
             ),
+            (announce_all, (num_blocks, progress + 2, stored, claims, shapes[0][1], PDL)),
         ],
-        [GATHERING_WARPS, 1],
-        [GATHERING_REGISTERS, 24],
+        [GATHERING_WARPS, 1, 1],
+        [GATHERING_REGISTERS, 24, 24],
     )

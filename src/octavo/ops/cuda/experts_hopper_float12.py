@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.float12 import MOST_OF_EXPERT, PIECE_INPUTS, PIECE_ROWS
-from octavo.ops.cuda.claims import claim, claimed, make_claims
+from octavo.ops.cuda.claims import claim, claimed
 from octavo.ops.cuda.devices import num_sms
 from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.expert_tiles import (
@@ -31,14 +31,18 @@ from octavo.ops.cuda.expert_tiles import (
     GATHERING_WARPS,
     HOPPER_REGISTERS,
     hopper_stages,
+    tokens_of_hopper,
 )
 from octavo.ops.cuda.experts_hopper import ROWS
 from octavo.ops.cuda.float12 import Float12Weight
 from octavo.ops.cuda.grouped_hopper import (
+    announce_all,
     await_gates,
     count_tiles,
     first_block,
     first_state,
+    hand_over,
+    make_grouped_claims,
     next_block,
     reset_progress,
     rows_of,
@@ -80,9 +84,9 @@ def mix_few_float12(
         progress: int32 [blocks + 2]: zeros, also afterwards.
     """
     lists: BlockLists = routed.lists
-    tokens = lists.block_rows
-    assert tokens <= MOST_OF_EXPERT
+    assert lists.block_rows <= MOST_OF_EXPERT
     num_tokens, top_k = routed.ids.shape
+    tokens = tokens_of_hopper(num_tokens, lists.block_rows)
     num_blocks = len(lists.experts)
     num_inner, size = down.shape[1], x.shape[1]
     inner = x.new_empty((num_tokens * top_k, num_inner))
@@ -266,7 +270,7 @@ def _gather_all(
 @gluon.jit
 def _multiply(
     lists,
-    done,
+    stored,
     buffers,
     claims,
     work,
@@ -293,8 +297,9 @@ def _multiply(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
     )
     # Neighbouring threads hold neighbouring rows, which are adjacent in `out`.
+    OWN: gl.constexpr = min(8, TOKENS // 2)  # rows that a thread stores
     STORE: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [ROWS // 8, 256 // ROWS], [1, gl.num_warps()], [0, 1]
+        [OWN, 1], [ROWS // OWN, 32 * OWN // ROWS], [1, gl.num_warps()], [0, 1]
     )
     tile -= before
     expert, begin, end = first_block(lists, tile, num_tiles, row_tiles, GATED)
@@ -330,8 +335,7 @@ def _multiply(
         if GATED:
             acc = activate_gated(acc, up, EPILOGUE)
             store_to(acc, out, targets, row, num_outputs, GATED, STORE)
-            sync_threads()  # all threads have stored
-            gl.atomic_add(done + tile // row_tiles, 1, sem="release", scope="gpu")
+            hand_over(stored, count - 1)
         else:
             store_to(acc, out, targets, row, num_outputs, GATED, STORE)
             store_to(up, out, targets, up_row, num_outputs, GATED, STORE)
@@ -343,7 +347,7 @@ def _multiply(
 def _multiply_all(
     lists,
     num_blocks,
-    done,
+    stored,
     buffers,
     claims,
     scales,
@@ -363,11 +367,11 @@ def _multiply_all(
     num = gl.load(num_blocks, cache_modifier=".cg")
     gates, downs = count_tiles(num, shapes)
     state = _multiply(
-        lists, done, buffers, claims, gates, first_state(), scales[0], inner, shares, shapes[0],
+        lists, stored, buffers, claims, gates, first_state(), scales[0], inner, shares, shapes[0],
         num_tokens, num_steps[0], TOP_K, EPILOGUE, True,
     )  # fmt: skip
     _multiply(
-        lists, done, buffers, claims, downs, state, scales[1], out, shares, shapes[1], num_tokens,
+        lists, stored, buffers, claims, downs, state, scales[1], out, shares, shapes[1], num_tokens,
         num_steps[1], TOP_K, 0, False,
     )  # fmt: skip
 
@@ -428,7 +432,7 @@ def grouped_float12_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + 32 * GATHERING_WARPS)
         mbarrier.init(free.index(stage), count=1)
-    claims = make_claims(STAGES + 1)
+    claims, stored = make_grouped_claims(STAGES)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -442,7 +446,7 @@ def grouped_float12_kernel(
                 (
                     lists,
                     num_blocks,
-                    progress + 2,
+                    stored,
                     (tiles, x_tiles, ready, free),
                     claims,
                     (up_scales, down_scales),
@@ -488,7 +492,8 @@ def grouped_float12_kernel(
                     PDL,
                 ),
             ),
+            (announce_all, (num_blocks, progress + 2, stored, claims, shapes[0][1], PDL)),
         ],
-        [GATHERING_WARPS, 1],
-        [GATHERING_REGISTERS, 24],
+        [GATHERING_WARPS, 1, 1],
+        [GATHERING_REGISTERS, 24, 24],
     )

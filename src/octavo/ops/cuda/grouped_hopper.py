@@ -7,8 +7,15 @@ blocks, and the rows of routing.py's lists; numbers of tiles go on from gates to
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from octavo.ops.cuda.claims import claimed, make_claims
+from octavo.ops.cuda.hopper import sync_threads
+
+_TURNS = tl.constexpr(2)  # tiles of gates of a program that may be stored and not yet counted
 
 
 @gluon.jit
@@ -42,6 +49,53 @@ def rows_of(tile, row_tiles, num_outputs, ROWS: gl.constexpr, GATED: gl.constexp
     """Where both matrices of a tile begin, of an expert's rows."""
     row = tile % row_tiles * (ROWS if GATED else 2 * ROWS)
     return row, row + (num_outputs if GATED else ROWS)
+
+
+@gluon.jit
+def make_grouped_claims(STAGES: gl.constexpr):
+    """A program's claims (claims.py), and the barriers at which its tiles of gates are stored and
+    counted, _TURNS in turns.
+
+    Those that multiply are at most so many tiles ahead of the partition that counts.
+    """
+    stored = gl.allocate_shared_memory(gl.int64, [_TURNS, 1], mbarrier.MBarrierLayout())
+    counted = gl.allocate_shared_memory(gl.int64, [_TURNS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(_TURNS):
+        mbarrier.init(stored.index(turn), count=1)
+        mbarrier.init(counted.index(turn), count=1)
+    return make_claims(STAGES + 1 + _TURNS), (stored, counted)
+
+
+@gluon.jit
+def hand_over(gates, count):
+    """Tell the partition that counts them that the program's tile `count` of gates is stored, by
+    all threads of those that multiply."""
+    stored, counted = gates
+    turn = count % _TURNS
+    mbarrier.wait(counted.index(turn), (count // _TURNS + 1) & 1)
+    sync_threads()  # all threads have stored
+    mbarrier.arrive(stored.index(turn), count=1)
+
+
+@gluon.jit
+def announce_all(num_blocks, done, gates, claims, gate_tiles, PDL: gl.constexpr):
+    """The partition that counts a block's tiles of gates in `done`, once they are stored.
+
+    An addition that releases what other threads have stored takes until that has arrived in the L2
+    cache: a microsecond, in which those that multiply go on.
+    """
+    stored, counted = gates
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    num_tiles = gl.load(num_blocks, cache_modifier=".cg") * gate_tiles
+    tile, count, _ = first_state()
+    while tile < num_tiles:
+        turn = count % _TURNS
+        mbarrier.wait(stored.index(turn), (count // _TURNS) & 1)
+        gl.atomic_add(done + tile // gate_tiles, 1, sem="release", scope="gpu")
+        mbarrier.arrive(counted.index(turn), count=1)
+        tile = claimed(claims, count)
+        count += 1
 
 
 @gluon.jit
