@@ -187,6 +187,43 @@ def test_a_stream_left_early_gives_its_blocks_back(llm: LLM) -> None:
     stream.close()  # the fixture looks at what is left
 
 
+def test_a_forgotten_stream_is_collected_within_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector closes it in the middle of what the scheduler does."""
+    [alone] = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    stream = llm.stream([4, 5], SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
+    next(stream)
+    allocate = llm.engine.kv.allocate
+
+    def collect_and_allocate(*args: Any, **options: Any) -> Any:
+        stream.close()
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(llm.engine.kv, "allocate", collect_and_allocate)
+    [output] = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert llm.client.num_open == 0
+
+
+def test_a_stream_that_another_thread_leaves_waits_for_no_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([4, 5], SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
+    next(stream)
+    step, num_open = llm.engine.step, []
+
+    def step_while_it_is_left() -> Any:
+        num_open.append(llm.client.num_open)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(stream.close).result(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_while_it_is_left)
+    llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    assert num_open[:2] == [2, 1], "before the next step it is aborted"
+
+
 def test_streamed_text_is_the_text(llm: LLM) -> None:
     params = SamplingParams(n=2, seed=3, max_tokens=40, ignore_eos=True)
     [whole] = llm.generate("東京 😀", params, use_tqdm=False)

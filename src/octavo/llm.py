@@ -66,7 +66,7 @@ class LLM:
         tokenizer = Tokenizer.find(resolve_model(config.model))
         self.engine = load_engine(config)
         self.client = LocalClient(self.engine, tokenizer)
-        self._turn = RLock()  # of the thread whose call uses the engine
+        self._turn = _Turn(self.client)
         self._numbers = count()  # in the names of pinned prefixes
 
     @property
@@ -299,7 +299,8 @@ class LLM:
         """Continue one prompt, piece by piece.
 
         The request is checked and queued when the first piece is asked for. Leaving the iterator
-        early, or closing it, aborts the request.
+        early, or closing it, aborts the request; while another call uses the engine, that is before
+        its next step.
 
         Args:
             prompt: as one of `generate`.
@@ -439,6 +440,7 @@ class LLM:
             bar = tqdm(total=len(streams), desc="requests", unit="req", disable=not use_tqdm)
             with bar, InterruptsAfter():
                 while waiting:
+                    self._turn.abort_left()
                     for output in self.client.step():
                         if output.request_id not in waiting:
                             continue  # a stream's, which goes on meanwhile
@@ -471,12 +473,61 @@ class LLM:
                     continue
                 with self._turn:
                     if not deltas and stream.output is None:  # no other thread's call was faster
+                        self._turn.abort_left()
                         self.client.step()
             if stream.error is not None:
                 raise stream.error
         finally:
-            with self._turn:
-                self.client.abort_request(stream)
+            self._turn.leave(stream)
+
+
+class _Turn:
+    """That of the thread whose call uses the engine, and the streams that were left.
+
+    The garbage collector closes a forgotten stream wherever it happens to run: in another thread,
+    or within a step, in which an abort would leave the scheduler's lists and the plan at odds. So a
+    stream that is left is aborted at once only if nobody uses the engine, and otherwise by the
+    thread that does: before its next step, or when its turn is over.
+    """
+
+    def __init__(self, client: LocalClient) -> None:
+        self._client = client
+        self._lock = RLock()
+        self._depth = 0  # how often the thread that has the lock has entered
+        self._left: deque[LocalStream] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        self._abort_unless_used()
+
+    def leave(self, stream: LocalStream) -> None:
+        """Abort a stream's request, if it has not ended, as soon as that can be."""
+        self._left.append(stream)
+        self._abort_unless_used()
+
+    def abort_left(self) -> None:
+        """Abort what was left; for the thread whose turn it is, between two steps."""
+        while self._left:
+            self._client.abort_request(self._left.popleft())
+
+    def _abort_unless_used(self) -> None:
+        # Asked again when the lock is free: another thread may have left a stream meanwhile.
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return  # within a call of this thread
+                self._depth = 1
+                try:
+                    self.abort_left()
+                finally:
+                    self._depth = 0
+            finally:
+                self._lock.release()
 
 
 def load_engine(config: EngineConfig) -> Engine:
