@@ -41,8 +41,9 @@ MAX_BYTES = 256 << 20
 UNIGRAM = 1  # of model_type; also what a file means that does not say it
 SPACE_MARK = "\u2581"
 # What becomes of spaces that are left out, and of marks at the end; SentencePiece keeps other white
-# space.
-EXTRA_SPACES = ((" {2,}", " "), (rf"\A |[ {SPACE_MARK}]+\z", ""))
+# space. Those at the end are matched from where they begin, and without stepping back: many marks
+# within a text would take quadratic time.
+EXTRA_SPACES = ((" {2,}", " "), (rf"(?<![ {SPACE_MARK}])[ {SPACE_MARK}]++\z|\A ", ""))
 END, UNKNOWN, PADDING = "</s>", "<unk>", "<pad>"
 MARIAN_FILES = "source.spm", "vocab.json"  # target.spm has no piece that vocab.json lacks
 T5_FILE, T5_TYPES = "spiece.model", ("t5", "mt5")

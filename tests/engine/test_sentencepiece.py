@@ -111,6 +111,7 @@ def test_white_space(tmp_path: Path) -> None:
         " ": ([], ["\u2581", "\u2581"]),
         "\u2581the": (["\u2581", "\u2581the"], ["\u2581", "\u2581the"]),
         "the\u2581": (["\u2581the"], ["\u2581the", "\u2581"]),
+        " \u2581": ([], ["\u2581", "\u2581", "\u2581"]),
     }
     pieces = marian(tmp_path)
     for i, options in enumerate((b"", encoded(4, 0))):  # remove_extra_whitespaces
@@ -120,6 +121,16 @@ def test_white_space(tmp_path: Path) -> None:
         for text, both in expected.items():
             found = [pieces[each] for each in tokenizer.encode(text).ids]
             assert found == [*both[i], "</s>"], text
+
+
+def test_many_marks(tmp_path: Path) -> None:
+    """Each is looked at a few times, not once for each of the others, which would take hours."""
+    marian(tmp_path)
+    tokenizer = find_tokenizer(tmp_path)
+    assert tokenizer is not None
+    marks = "\u2581" * 1_000_000
+    assert tokenizer.normalizer.normalize_str(f"{marks}s") == f"\u2581{marks}s"
+    assert tokenizer.normalizer.normalize_str(f"s{marks}") == "\u2581s"
 
 
 @pytest.mark.parametrize("is_new", [True, False])
