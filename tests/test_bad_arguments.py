@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from model_zoo import model_directory
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, make_config
 from octavo.engine.validation import MAX_CACHE_SALT
 from octavo.errors import ConfigError, EngineClosed, InvalidRequest, ModelError, OutOfMemory
@@ -31,8 +31,8 @@ NUMBERS = [-1, 0, 5, 1 << 63, 10**400, -(10**5000), 1.5, float("nan"), float("in
 TEXTS = ["", "x", "\ud800", "\0", "x" * 100_000]
 OTHERS: list[Any] = [
     None, b"x", [], [None], [[]], ["\ud800"], [10**400], (), {}, {"max_tokens": 2}, {None: 1},
-    {1}, range(3), np.arange(3), np.float32("nan"), object(), Unprintable(), SamplingParams,
-    lambda: 5, memoryview(b"x"),
+    {1}, range(3), np.arange(3), np.array(5), np.float32("nan"), object(), Unprintable(),
+    SamplingParams, lambda: 5, memoryview(b"x"),
 ]  # fmt: skip
 VALUES: list[Any] = [*NUMBERS, *TEXTS, *OTHERS]
 
@@ -213,6 +213,18 @@ def test_fields_of_every_wrong_kind_are_refused(llm: LLM, kind: type, field: str
         except InvalidRequest as error:
             errors.append(str(error))
     assert len(errors) > 10
+    assert max(map(len, errors)) < 400
+
+
+@pytest.mark.parametrize("field", ["pooling", "dimensions", "normalize"])
+def test_fields_of_pooling_of_every_wrong_kind_are_refused(llm: LLM, field: str) -> None:
+    errors = []
+    for value in VALUES:
+        try:
+            assert llm.embed(PROMPT, PoolingParams(**{field: value}), use_tqdm=False)[0].embedding
+        except InvalidRequest as error:
+            errors.append(str(error))
+    assert len(errors) > 30
     assert max(map(len, errors)) < 400
 
 

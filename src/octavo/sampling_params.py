@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -92,9 +93,10 @@ def _items(field: str, value: object) -> tuple[Any, ...]:
     """The items of a list, tuple or set; None counts as empty."""
     if value is None:
         return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(field, f"{shown(value)} is not a list")
-    return tuple(value)
+    if not isinstance(value, str | bytes | Mapping) and isinstance(value, Iterable):
+        with suppress(TypeError):  # of an array that is a single number
+            return tuple(value)
+    raise InvalidRequest(field, f"{shown(value)} is not a list")
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
@@ -135,9 +137,9 @@ def _early_stopping(field: str, value: object) -> bool | str:
 
 
 def _pooling(field: str, value: object) -> str:
-    if value not in get_args(Pooling):
+    if not isinstance(value, str) or value not in get_args(Pooling):
         raise InvalidRequest(field, f"{shown(value)} is none of {', '.join(get_args(Pooling))}")
-    return str(value)
+    return value
 
 
 def valid_text(field: str, value: object, limit: int | None = None) -> str:
@@ -273,7 +275,7 @@ class ThinkingLimit:
     def __post_init__(self) -> None:
         integer_in("thinking.num_tokens", self.num_tokens, 0)
         for name in ("begin", "end"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+            if not valid_text(f"thinking.{name}", getattr(self, name)):
                 raise InvalidRequest(f"thinking.{name}", "it is not a text")
         _boolean("thinking.is_open", self.is_open)
 

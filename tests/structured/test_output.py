@@ -321,6 +321,7 @@ def test_reasoning_is_ended_at_its_limit_and_a_form_may_follow_it(llm: LLM) -> N
         ({"tokens": 5}, "not a ThinkingLimit"),
         ({"num_tokens": -1}, "num_tokens: -1"),
         ({"num_tokens": 1, "end": ""}, "end: it is not a text"),
+        ({"num_tokens": 1, "end": "\ud800"}, r"thinking\.end: .* is not valid Unicode"),
         ({"num_tokens": 1, "is_open": 1}, "is_open"),
     ],
 )
