@@ -468,6 +468,16 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
+def test_text_that_the_library_fails_on() -> None:
+    """A panic of the library is a refusal, and the tokenizer goes on."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.normalizer = normalizers.Replace(tokenizers.Regex("(a|a)*b"), "b")  # exponential
+    tokenizer = Tokenizer(backend, {}, None)
+    with pytest.raises(InvalidRequest, match="prompt: the tokenizer fails on it"):
+        tokenizer.encode("a" * 40 + "cb")
+    assert tokenizer.encode("aab") == [1]
+
+
 def test_text_that_is_no_text(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="prompt: it is not valid text"):
         byte_level.encode("\ud800")

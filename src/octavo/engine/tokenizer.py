@@ -177,6 +177,11 @@ class Tokenizer:
             )
         except Exception as error:  # lone surrogates; characters that the vocabulary cannot spell
             raise InvalidRequest(field, f"it is not valid text ({error})") from error
+        except BaseException as error:
+            # A regular expression that looks too far, for instance, is a panic to the library.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequest(field, f"the tokenizer fails on it ({error})") from error
         if room is not None:
             room.check(field, len(encoding))
         return encoding.ids
