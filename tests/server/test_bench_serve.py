@@ -75,6 +75,8 @@ def fake() -> Iterator[tuple[FakeServer, str]]:
         app = web.Application()
         app.router.add_get("/v1/models", server.models)
         app.router.add_post("/v1/completions", server.complete)
+        app.router.add_get("/behind/v1/models", server.models)
+        app.router.add_post("/behind/v1/completions", server.complete)
         app.router.add_post("/v1/chat/completions", server.complete)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -190,12 +192,21 @@ def test_command(fake: tuple[FakeServer, str], tmp_path: Path) -> None:
     assert sorted(words[:2]) == [20, 40]
 
 
+def test_a_server_behind_a_path(fake: tuple[FakeServer, str]) -> None:
+    server, url = fake
+    result = octavo("bench", "serve", "--url", f"{url}/behind/", "--num-prompts", 2, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["runs"][0]["completed"] == len(server.bodies) == 2
+
+
 def test_mistakes(fake: tuple[FakeServer, str]) -> None:
     _, url = fake
     for args, exit_code, message in (
         (["--request-rate", "0"], 2, "'0' is not a list of numbers above 0"),
         (["--request-rate", "2,many"], 2, "'2,many' is not a list"),
         (["--overload", 2, "--request-rate", "3"], 2, "--overload finds the rate by itself"),
+        (["--url", "localhost:9", "--model", "m"], 1, "error: url: no request was answered"),
+        (["--url", "http://[::1", "--model", "m"], 1, "error: url: no request was answered"),
         (["--url", "http://127.0.0.1:9"], 1, "error: url: http://127.0.0.1:9 offers no models"),
     ):
         result = octavo("bench", "serve", "--url", url, *args)

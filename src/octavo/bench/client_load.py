@@ -134,7 +134,6 @@ async def send_all(
         return call
 
     async with http.ClientSession(
-        target.url.rstrip("/"),
         headers=target.headers,
         connector=connector,
         timeout=timeout,
@@ -151,8 +150,8 @@ async def served_model(url: str, api_key: str | None) -> str:
     headers = Target(url, "", api_key).headers
     try:
         async with (
-            aiohttp.ClientSession(url.rstrip("/"), headers=headers) as session,
-            session.get("/v1/models") as response,
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(url.rstrip("/") + "/v1/models") as response,
         ):
             if response.status != 200:
                 raise ConfigError("url", f"{url}/v1/models answers {response.status}")
@@ -177,7 +176,8 @@ async def _send(session: aiohttp.ClientSession, target: Target, query: Query) ->
     call.sent = call.last = time.perf_counter()
     aiohttp = import_aiohttp()
     try:
-        async with session.post(PATHS[target.endpoint], json=_body(target, query)) as response:
+        url = target.url.rstrip("/") + PATHS[target.endpoint]
+        async with session.post(url, json=_body(target, query)) as response:
             if response.status == 200:
                 await _read(response, call)
             else:
