@@ -32,6 +32,7 @@ from octavo.server.http.context import Context, reply
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
+from octavo.server.observability.event_text import LOOKUP_ENDS
 from octavo.server.observability.logs import JsonFormatter, TextFormatter
 from octavo.server.observability.observation import Observation
 from octavo.server.offload import LARGE_REPLY
@@ -235,6 +236,12 @@ def test_documentation_and_dashboard_know_the_metrics(seen: Observation, http: T
     assert len(dashboard["panels"]) == len({panel["title"] for panel in dashboard["panels"]})
 
 
+def test_documentation_knows_why_lookups_end() -> None:
+    page = (DOCS / "observability.md").read_text(encoding="utf-8")
+    section = page.split("## Why a prefix lookup ended")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(LOOKUP_ENDS)
+
+
 def test_debug_endpoint(client: FakeClient, seen: Observation, http: TestClient) -> None:
     request = open_request()
     seen.lookups.request_added(request)
@@ -286,6 +293,15 @@ def test_finished_requests_are_forgotten_in_order(seen: Observation) -> None:
             seen.lookups.request_finished(request, output_of(request, [1], 12.0))
     known = [number for number in range(1200) if seen.lookups.history(f"r{number}")]
     assert known == [0, *range(200, 1200)]
+
+
+def test_a_request_whose_id_is_used_again_is_remembered_as_the_latest(seen: Observation) -> None:
+    for number in range(1200):
+        request = open_request("again" if number % 2 else f"r{number}")
+        seen.lookups.request_added(request)
+        seen.lookups.request_finished(request, output_of(request, [1], 12.0))
+    assert seen.lookups.history("again") is not None
+    assert all(seen.lookups.history(f"r{number}") for number in range(0, 1200, 2))
 
 
 def test_log_lines(seen: Observation, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,13 +37,14 @@ class Lookups(Listener):
     """Stores admissions and preemptions of open requests and of the last ones that ended."""
 
     def __init__(self) -> None:
-        self._histories: OrderedDict[str, History] = OrderedDict()
-        self._ended: deque[str] = deque()
+        self._histories: dict[str, History] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()  # the ids, in the order of the ends
 
     def history(self, request_id: str) -> History | None:
         return self._histories.get(request_id)
 
     def request_added(self, request: OpenRequest) -> None:
+        self._ended.pop(request.request_id, None)  # clients may use an id again
         history = self._histories[request.request_id] = History()
         history.num_prompt_tokens = request.num_prompt_tokens
 
@@ -65,13 +66,10 @@ class Lookups(Listener):
         if history is None or history.finish_reasons is not None:
             return
         history.finish_reasons = reasons
-        self._ended.append(request_id)
-        while len(self._ended) > KEPT_REQUESTS:
-            oldest = self._ended.popleft()
-            known = self._histories.get(oldest)
-            # The id may have been reused since.
-            if known is not None and known.finish_reasons is not None:
-                del self._histories[oldest]
+        self._ended[request_id] = None
+        if len(self._ended) > KEPT_REQUESTS:
+            oldest, _ = self._ended.popitem(last=False)
+            del self._histories[oldest]
 
 
 def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
