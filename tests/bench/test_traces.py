@@ -100,6 +100,11 @@ def peak_bytes(requests: list[TraceRequest], hash_block_size: int) -> int:
             '{"prompt_tokens": 1, "output_tokens": 1, "tenant": 3}',
             ":1: tenant is 3, not a string",
         ),
+        (
+            "t.jsonl",
+            f'{{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": {10**400}}}',
+            ":1: arrival_s is about 2**1328, not a number of seconds",
+        ),
         ("t.txt", "1 2\n", "a trace is a .csv or .jsonl file"),
         ("t.csv.gz", "not gzip", "cannot be read"),
     ],

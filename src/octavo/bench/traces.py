@@ -184,7 +184,7 @@ def _tenant(where: str, value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise TraceError(f"{where}: tenant is {value!r}, not a string")
+        raise TraceError(f"{where}: tenant is {shown(value)}, not a string")
     return value
 
 
@@ -193,8 +193,8 @@ def _arrival(where: str, value: Any) -> float | None:
         return None
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise TraceError(f"{where}: arrival_s is {value!r}, not a number of seconds")
+        raise TraceError(f"{where}: arrival_s is {shown(value)}, not a number of seconds")
     return seconds
