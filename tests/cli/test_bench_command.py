@@ -77,6 +77,13 @@ def test_requests_that_are_too_long(octavo: Octavo, model: list[str], trace: Pat
     assert (skipped["skipped"], skipped["num_requests"]) == (num_long, 30 - num_long)
 
 
+def test_a_context_that_is_shorter_than_the_warm_up(octavo: Octavo, model: list[str]) -> None:
+    args = ("bench", "throughput", *model, "--max-model-len", 20, "--num-prompts", 1, "--json")
+    result = octavo(*args, "--input-len", 16, "--output-len", 4)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_output_tokens"] == 4
+
+
 def test_mistakes(octavo: Octavo, model: list[str], trace: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.csv"
     broken.write_text("prompt_tokens,output_tokens\n5,3\n5,many\n")
@@ -85,6 +92,8 @@ def test_mistakes(octavo: Octavo, model: list[str], trace: Path, tmp_path: Path)
         (["--trace", trace, "--input-len", 3], 2, "--trace brings lengths"),
         (["--n", 2, "--temperature", 0], 1, "error: n: 2 greedy samples"),
         (["--beam-width", 0], 1, "error: beam_width: 0 is less than 1"),
+        (["--beam-width", 2, "--n", 2], 1, "error: n: it is of no use with beam_width"),
+        (["--beam-width", 2, "--temperature", 1], 1, "error: temperature: it is of no use with"),
         (["--num-prompts", 0], 2, "0 is not in the range"),
     ):
         result = octavo("bench", "throughput", *model, *args)

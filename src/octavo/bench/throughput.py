@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from octavo.engine.local_client import LocalClient
     from octavo.outputs import RequestOutput
 
-WARM_UP = [TraceRequest(48, 8)] * 8
+WARM_UP = TraceRequest(48, 8)
+NUM_WARM_UP = 8
 # JSON that is not complete before any output's length: records, as they are drawn from texts.
 RECORDS = {
     "type": "array",
@@ -152,7 +153,8 @@ def run_throughput(
     """Queue all requests, run until the last is done, and measure."""
     engine = client.engine
     vocab_size = engine.model_config.vocab_size
-    run_requests(client, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding)
+    warm_up = [_shortened(WARM_UP, engine.max_model_len)] * NUM_WARM_UP
+    run_requests(client, warm_up, make_prompts(warm_up, vocab_size, seed - 1), decoding)
     prompts = make_prompts(requests, vocab_size, seed, hash_block_size)
     kv, scheduler = engine.kv, engine.scheduler
     memory = MemoryUse.watch(engine)
@@ -184,6 +186,12 @@ def run_throughput(
         whole_run,
         len(saturated),
     )
+
+
+def _shortened(request: TraceRequest, max_tokens: int) -> TraceRequest:
+    """The request, or one of the same kind for which a sequence of so many tokens has room."""
+    prompt_tokens = max(1, min(request.prompt_tokens, max_tokens - request.output_tokens))
+    return TraceRequest(prompt_tokens, min(request.output_tokens, max_tokens - prompt_tokens))
 
 
 def first_token_seconds(output: RequestOutput) -> float:
