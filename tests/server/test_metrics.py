@@ -34,6 +34,7 @@ from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.observability.event_text import LOOKUP_ENDS
 from octavo.server.observability.logs import JsonFormatter, TextFormatter
+from octavo.server.observability.metrics import COUNTERS
 from octavo.server.observability.observation import Observation
 from octavo.server.offload import LARGE_REPLY
 from server.observed import (
@@ -215,6 +216,30 @@ def test_exposition(client: FakeClient, seen: Observation, http: TestClient) -> 
     assert 'block_size="16"' in text
     openmetrics = http.get("/metrics", headers={"accept": "application/openmetrics-text"})
     assert openmetrics.text.endswith("# EOF\n")
+
+
+def test_counters_are_there_before_they_count(seen: Observation) -> None:
+    samples = [
+        sample
+        for family in seen.metrics.registry.collect()
+        if family.type == "counter"
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    ]
+    assert {sample.name for sample in samples} == {f"octavo_{name}_total" for name in COUNTERS}
+    assert not any(sample.value for sample in samples)
+    before = {(sample.name, *sample.labels.values()) for sample in samples}
+    run_one_request(seen)
+    seen.metrics.stepped(report(preempted=[Preempted(1.0, "r1", "swap", 7, 0, 0.25)]))
+    seen.metrics.request_failed(open_request(), RequestFailed("it kills"))
+    seen.metrics.request_refused(Unavailable("draining"))
+    after = {
+        (sample.name, *sample.labels.values())
+        for family in seen.metrics.registry.collect()
+        for sample in family.samples
+        if family.type == "counter" and sample.name.endswith("_total")
+    }
+    assert after == before
 
 
 def metric_names(seen: Observation) -> set[str]:

@@ -6,7 +6,9 @@ Only histograms (times and sizes) are updated as things happen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -25,6 +27,8 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.messages import StepReport
+from octavo.server.engine_process.stream import CANCELLED
+from octavo.server.observability.event_text import LOOKUP_ENDS
 from octavo.server.observability.totals import LABELS, EngineTotals
 
 # Seconds. Decoding a small model takes under a millisecond per token, so the first are small.
@@ -62,25 +66,36 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("Samples or beams that a request asked for.", SAMPLES),
     "request_num_preemptions": ("Preemptions of a finished request.", PREEMPTIONS),
 }
-# Name, after octavo_ and before _total: the help text, and the label beside the model's name.
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "num_preemptions": ("Requests taken off the device.", ("mode",)),
-    "preemption_cost_seconds": ("What coming back costs, as measured.", ("mode",)),
-    "preempted_tokens": ("Tokens to be computed again after a preemption.", ()),
-    "preempted_blocks": ("Blocks moved to the swap tier by preemptions.", ()),
-    "prompt_tokens": ("Prompt tokens of admitted requests.", ()),
-    "prompt_tokens_by_source": ("Where the prompts' KV came from.", ("source",)),
-    "prefix_lookup_end": ("Why lookups in the prefix cache found no more.", ("reason",)),
+MODES = ("swap", "recompute")
+# Name, after octavo_ and before _total: the help text, and the label beside the model's name, with
+# its values. All begin at 0: Prometheus sees no increase in a counter that appears with its first.
+COUNTERS: dict[str, tuple[str, dict[str, Iterable[str]]]] = {
+    "num_preemptions": ("Requests taken off the device.", {"mode": MODES}),
+    "preemption_cost_seconds": ("What coming back costs, as measured.", {"mode": MODES}),
+    "preempted_tokens": ("Tokens to be computed again after a preemption.", {}),
+    "preempted_blocks": ("Blocks moved to the swap tier by preemptions.", {}),
+    "prompt_tokens": ("Prompt tokens of admitted requests.", {}),
+    "prompt_tokens_by_source": (
+        "Where the prompts' KV came from.",
+        {"source": ("local_compute", "local_cache_hit")},
+    ),
+    "prefix_lookup_end": (
+        "Why lookups in the prefix cache found no more.",
+        {"reason": LOOKUP_ENDS},
+    ),
     "request_success": (
         "Requests that ended, by why their first output did.",
-        ("finished_reason",),
+        {"finished_reason": ("stop", "length", "abort", CANCELLED)},
     ),
     "request_failures": (
         "Accepted requests that could not be computed, or were lost with the engine.",
-        ("reason",),
+        {"reason": ("logits_not_finite", "no_token_left", "engine_failed")},
     ),
-    "admission_rejections": ("Requests that were not accepted.", ("reason",)),
-    "engine_deaths": ("Engine processes that ended unasked.", ()),
+    "admission_rejections": (
+        "Requests that were not accepted.",
+        {"reason": ("queue_full", "too_long", "invalid", "unavailable")},
+    ),
+    "engine_deaths": ("Engine processes that ended unasked.", {}),
 }
 
 
@@ -113,6 +128,9 @@ class Metrics(Listener):
             name: Counter(f"octavo_{name}", text, (*LABELS, *labels), registry=registry)
             for name, (text, labels) in COUNTERS.items()
         }
+        for name, (_, labels) in COUNTERS.items():
+            for values in product(*labels.values()):
+                self._count(name, 0, *values)
 
     def watch(self, client: EngineClient) -> None:
         """Read gauges and totals from this client when they are scraped."""
