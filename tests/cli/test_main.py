@@ -10,6 +10,8 @@ from typing import IO
 
 import pytest
 
+from octavo.cli.main import fail
+
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 
@@ -72,3 +74,12 @@ say("and goes on")
         [line] = run.stderr.splitlines()
         assert line.endswith(f"stdout cannot be written ({why}): octavo serves at http://here")
         assert run.returncode == 0
+
+
+def test_names_in_a_models_file_cannot_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fail("error: tensor \x1b]0;mine\x07\x9bä\n名 is empty", 1)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: tensor \\x1b]0;mine\\x07\\x9bä 名 is empty\n"

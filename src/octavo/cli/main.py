@@ -77,7 +77,10 @@ class OctavoGroup(click.Group):
 
 
 def fail(message: str, exit_code: int) -> NoReturn:
-    click.echo(" ".join(message.split()), err=True)
+    line = " ".join(message.split())
+    # Names come from the files of models, and could be sequences that terminals obey.
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+    click.echo(shown, err=True)
     sys.exit(exit_code)
 
 
