@@ -118,6 +118,13 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str, text: str, message: s
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path: Path, name: str) -> None:
+    text = "\ufeffprompt_tokens,output_tokens\n4,2\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert read_trace(tmp_path / name) == [TraceRequest(4, 2)]
+
+
 def test_a_missing_or_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")

@@ -22,6 +22,7 @@ from typing import Any
 
 from octavo.errors import TraceError, shown
 
+ENCODING = "utf-8-sig"  # with a byte order mark or without: spreadsheets write one
 HASH_BLOCK_SIZE = 512  # tokens behind one of `hash_ids` in Mooncake's traces
 MAX_LENGTH = 1 << 24  # tokens of a prompt or an output; prompts of these lengths are made
 
@@ -106,8 +107,8 @@ def generate_prompts(
 
 def _open_text(path: Path) -> io.TextIOWrapper:
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return io.TextIOWrapper(gzip.open(path), encoding=ENCODING, newline="")
+    return path.open(encoding=ENCODING, newline="")
 
 
 def _records(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
