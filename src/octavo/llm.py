@@ -482,12 +482,12 @@ class LLM:
 
 
 class _Turn:
-    """That of the thread whose call uses the engine, and the streams that were left.
+    """The lock of the thread whose call uses the engine, and the streams that were left.
 
     The garbage collector closes a forgotten stream wherever it happens to run: in another thread,
     or within a step, in which an abort would leave the scheduler's lists and the plan at odds. So a
-    stream that is left is aborted at once only if nobody uses the engine, and otherwise by the
-    thread that does: before its next step, or when its turn is over.
+    stream that is left is aborted at once only if no call uses the engine, and otherwise by the
+    thread whose call does: before its next step, or when its turn is over.
     """
 
     def __init__(self, client: LocalClient) -> None:

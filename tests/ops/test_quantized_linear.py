@@ -621,12 +621,7 @@ def test_small_groups_need_not_fill_the_last_block(hopper: torch.device, bits: i
     """Kernels load what four groups of a block have, also where the last block has one of them."""
     form = GroupedInt.quantize(torch.randn(16, 160) * 160**-0.5, bits, 32)
     zeros = torch.full(form.scales.shape, 5, dtype=torch.int16)
-    form = replace(form, zeros=zeros).to(hopper)
-    kernel = make_kernel(form, torch.float16)
-    assert kernel is not None
-    x = inputs(65, 160, torch.float16, hopper)
-    wanted = x.float() @ form.dequantize().t()
-    assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
+    assert_multiplies(replace(form, zeros=zeros).to(hopper), torch.float16)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -635,10 +630,14 @@ def test_all_inputs_of_an_output_may_share_a_zero_point(hopper: torch.device, bi
     a zero point in each block of inputs."""
     form = GroupedInt.quantize(torch.randn(40, 384) * 384**-0.5, bits, 384)
     zeros = torch.arange(40, dtype=torch.int16).view(form.scales.shape) % (1 << bits)
-    form = replace(form, zeros=zeros).to(hopper)
-    kernel = make_kernel(form, torch.bfloat16)
+    assert_multiplies(replace(form, zeros=zeros).to(hopper), torch.bfloat16)
+
+
+def assert_multiplies(form: GroupedInt, dtype: torch.dtype) -> None:
+    """The kernel's product is that of the dequantized weights, for more tokens than few."""
+    kernel = make_kernel(form, dtype)
     assert kernel is not None
-    x = inputs(65, 384, torch.bfloat16, hopper)
+    x = inputs(65, form.shape[1], dtype, form.scales.device)
     wanted = x.float() @ form.dequantize().t()
     assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
 

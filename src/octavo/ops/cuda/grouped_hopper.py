@@ -67,10 +67,13 @@ def make_grouped_claims(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(gates, count):
+def hand_over(barriers, count):
     """Tell the partition that counts them that the program's tile `count` of gates is stored, by
-    all threads of those that multiply."""
-    stored, counted = gates
+    all threads of those that multiply.
+
+    barriers: of make_grouped_claims.
+    """
+    stored, counted = barriers
     turn = count % _TURNS
     mbarrier.wait(counted.index(turn), (count // _TURNS + 1) & 1)
     sync_threads()  # all threads have stored
@@ -78,13 +81,13 @@ def hand_over(gates, count):
 
 
 @gluon.jit
-def announce_all(num_blocks, done, gates, claims, gate_tiles, PDL: gl.constexpr):
+def announce_all(num_blocks, done, barriers, claims, gate_tiles, PDL: gl.constexpr):
     """The partition that counts a block's tiles of gates in `done`, once they are stored.
 
     An addition that releases what other threads have stored takes until that has arrived in the L2
     cache: a microsecond, in which those that multiply go on.
     """
-    stored, counted = gates
+    stored, counted = barriers
     if PDL:
         tl.extra.cuda.gdc_wait()
     num_tiles = gl.load(num_blocks, cache_modifier=".cg") * gate_tiles
