@@ -416,6 +416,25 @@ def test_bytes_of_bitsandbytes_may_be_of_another_dtype(dtype: torch.dtype, tmp_p
 GATE, UP = (f"layers.0.mlp.{each}_proj" for each in ("gate", "up"))
 
 
+def test_a_block_of_bitsandbytes_may_be_longer_than_the_weight(tmp_path: Path) -> None:
+    """However long it is said to be."""
+    state = b'{"shape": [64, 128], "blocksize": 1099511627776}'
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in ("absmax", "nested_absmax", "nested_quant_map"):
+            del tensors[f"{K_PROJ}weight.{name}"]
+        tensors[f"{K_PROJ}weight.absmax"] = torch.tensor([0.5])
+        name = f"{K_PROJ}weight.quant_state.bitsandbytes__nf4"
+        tensors[name] = torch.tensor(list(state), dtype=torch.uint8)
+
+    directory = changed(tmp_path, "bitsandbytes_nf4", change)
+    stored = load_file(directory / "model.safetensors")
+    packed, table = stored[f"{K_PROJ}weight"].flatten(), stored[f"{K_PROJ}weight.quant_map"]
+    indices = torch.stack((packed >> 4, packed & 15), dim=1).long()
+    weight = loaded(directory)["layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(weight, (table[indices] * 0.5).view(64, 128))
+
+
 def weights_of(bits: int, group: int | None) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "group_size": group, "symmetric": True}
 

@@ -601,7 +601,7 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
             "weight.absmax",
             f"has {len(scale)} scales of {block_size} values for a weight of shape {shape}",
         )
-    scales = scale.repeat_interleave(block_size)[: len(indices)]
+    scales = scale.repeat_interleave(min(block_size, size))[:size]
     return (table[indices.long()].float() * scales).view(shape)
 
 
