@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import sys
@@ -29,6 +30,7 @@ from octavo.gguf import file as gguf_file
 from octavo.layers.base import WeightSlot
 from octavo.model_files import open_files
 from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES
+from octavo.models.gguf_weights import GgufWeights
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model, load_model, load_weights, weight_targets
 from octavo.models.quantization import KeptParts, WeightKernels
@@ -594,6 +596,26 @@ def test_any_cut_and_any_changed_byte_of_the_header_is_an_error_or_harmless(
             read_model_config(path)
         except ModelError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Path.unlink, "No such file"),
+        (lambda path: os.truncate(path, 3000), "length is greater than file size"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read(
+    change: Callable[[Path], object], message: str, good: Path, tmp_path: Path
+) -> None:
+    """As a download does that is started again, or a cache that is cleared."""
+    path = patched(good, tmp_path, lambda data: None)
+    config = read_model_config(path)
+    with GgufWeights(config).tensors(torch.float32, CPU) as tensors:
+        *_, last = tensors
+        change(path)
+        with pytest.raises(ModelError, match=rf"bad\.gguf can no longer be read: .*{message}"):
+            last[2].read(tuple(slice(0, size) for size in last[2].shape))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K])

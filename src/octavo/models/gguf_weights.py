@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.errors import ModelError
 from octavo.gguf import GgufTensor, forget_gguf, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
@@ -112,8 +113,14 @@ class GgufRows:
     head_dim: int | None  # of turned heads (Architecture.has_turned_heads)
 
     def read(self, index: tuple[slice, ...]) -> Tensor:
-        """A slice of them, in the order in which the family has the rows."""
-        stored = np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
+        """A slice of them, in the order in which the family has the rows.
+
+        Raises ModelError if the file has been removed, or cut, since its header was read.
+        """
+        try:
+            stored = np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path} can no longer be read: {error}") from error
         if self.head_dim is None or len(stored) % self.head_dim:
             return torch.from_numpy(np.array(stored[index]))
         # In the file, rows 2 i and 2 i + 1 of a head rotate together; in the family, i and
