@@ -117,3 +117,24 @@ def test_a_broken_plugin_is_named(tmp_path: Path) -> None:
         "plugin: toy (toy_plugin:register) fails: ModuleNotFoundError: No module named 'no_such"
     )
     assert message in run.stderr
+
+
+def test_a_plugin_that_fails_after_it_has_registered_something_is_not_run_again(
+    tmp_path: Path,
+) -> None:
+    """Else the second error would be about the name that the first run has taken."""
+    run = run_with_plugin(
+        tmp_path,
+        PLUGIN + "    raise ValueError('no licence')\n",
+        """if True:
+            from octavo.config import SchedulerConfig
+            from octavo.errors import ConfigError
+            for _ in range(2):
+                try:
+                    SchedulerConfig(policy="other")
+                except ConfigError as error:
+                    print(error)
+        """,
+    )
+    message = "plugin: toy (toy_plugin:register) fails: ValueError: no licence"
+    assert run.stdout.splitlines() == ["registered", message, message]

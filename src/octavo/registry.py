@@ -24,6 +24,7 @@ T = TypeVar("T")
 GROUP = "octavo.plugins"
 
 _plugins_are_loaded = False
+_plugin_error: ConfigError | None = None
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -103,9 +104,12 @@ def import_place(place: str) -> Any:
 def load_plugins() -> None:
     """Run the plugins that are installed, once in a process.
 
-    Raises ConfigError if one fails: without it, what it would have added is missing.
+    Raises ConfigError if one fails, on every call: without it, what it would have added is missing.
+    None is run again, because what it has registered already would be taken.
     """
-    global _plugins_are_loaded
+    global _plugins_are_loaded, _plugin_error
+    if _plugin_error is not None:
+        raise _plugin_error
     if _plugins_are_loaded:
         return
     _plugins_are_loaded = True  # plugins themselves look names up
@@ -113,11 +117,9 @@ def load_plugins() -> None:
         try:
             plugin.load()()
         except Exception as error:
-            _plugins_are_loaded = False
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                "plugin", f"{plugin.name} ({plugin.value}) fails: {reason}"
-            ) from error
+            _plugin_error = ConfigError("plugin", f"{plugin.name} ({plugin.value}) fails: {reason}")
+            raise _plugin_error from error
 
 
 # What an option's value is checked against before the packages that implement it are imported.
