@@ -117,9 +117,37 @@ def test_two_models_of_one_type(repository: Repository) -> None:
         resolve_model("org/tiny:Q8_0")
 
 
+@pytest.mark.parametrize("name", ["org/tiny:Q8_0", "org/tiny"])
+def test_what_the_hub_says_of_a_repository_is_shown(
+    name: str, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it: the first line of its errors is a status."""
+
+    def refuse(*args: object, **options: object) -> None:
+        if not options.get("local_files_only"):
+            raise ConnectionError("403 Client Error.\n\nCannot access gated repo.\nAsk for access.")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("Nothing is in the cache.")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    reason = r"403 Client Error\. Cannot access gated repo\. Ask for access\."
+    with pytest.raises(ModelError, match=rf"'{name}': .* from the hub \({reason}\)"):
+        resolve_model(name)
+
+
 def test_a_hub_that_cannot_be_reached_and_nothing_in_the_cache(repository: Repository) -> None:
-    with pytest.raises(ModelError, match=r"'org/tiny:Q8_0': .* could not be fetched"):
+    with pytest.raises(ModelError, match=r"'org/tiny:Q8_0': .* offline mode is enabled"):
         resolve_model("org/tiny:Q8_0")
+
+
+def test_a_file_that_only_the_repository_may_have(repository: Repository) -> None:
+    """Offline, nobody knows what it has."""
+    repository([], ["Tiny-Q8_0.gguf"])
+    message = (
+        r"the cache of the hub, which lists no files \(.*offline.*\), has no such file; .* are"
+    )
+    with pytest.raises(ModelError, match=message + r" Tiny-Q8_0\.gguf$"):
+        resolve_model("org/tiny:Q4_K_M")
 
 
 def test_nothing_is_fetched_that_cannot_be_read(

@@ -78,11 +78,13 @@ def _fetch(repository: str, patterns: list[str]) -> Path:
         path = Path(
             snapshot_download(repository, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
         )
-    if not (path / "config.json").is_file() and (names := _gguf_files(repository, repository)):
-        raise ModelError(
-            f"no model {repository!r}: the repository has no config.json; give one of its "
-            f"{SUFFIX} files, as {repository}:TYPE or {repository}/FILE: {_listed(names)}"
-        )
+    if not (path / "config.json").is_file():
+        holder, names = _gguf_files(repository, repository)
+        if names:
+            raise ModelError(
+                f"no model {repository!r}: {holder} has no config.json; give one of its "
+                f"{SUFFIX} files, as {repository}:TYPE or {repository}/FILE: {_listed(names)}"
+            )
     return path
 
 
@@ -96,21 +98,19 @@ def _fetch_gguf(repository: str, tag: str | None, file: str | None) -> Path:
     """
     asked = f"{repository}/{file}" if tag is None else f"{repository}:{tag}"
     tensor_types(asked)  # before anything is fetched
-    names = _gguf_files(repository, asked)
+    holder, names = _gguf_files(repository, asked)
     wanted = names if file is None else [file] if file in names else []
     models = {_parts_of(name) for name in wanted if tag is None or _has_type(name, tag)}
     if len(models) != 1:
         found = "no such file" if not models else f"{len(models)} models of this type"
         raise ModelError(
-            f"no model {asked!r}: the repository has {found}; its {SUFFIX} files are "
-            f"{_listed(names)}"
+            f"no model {asked!r}: {holder} has {found}; its {SUFFIX} files are {_listed(names)}"
         )
     (parts,) = models
     absent = sorted(set(parts) - set(names))
     if absent:
         raise ModelError(
-            f"no model {asked!r}: it has {len(parts)} files, of which the repository lacks "
-            f"{few(absent)}"
+            f"no model {asked!r}: it has {len(parts)} files, of which {holder} lacks {few(absent)}"
         )
     with _errors_of(asked):
         from huggingface_hub import snapshot_download
@@ -119,18 +119,25 @@ def _fetch_gguf(repository: str, tag: str | None, file: str | None) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns)) / parts[0]
 
 
-def _gguf_files(repository: str, asked: str) -> list[str]:
-    """The GGUF files of a repository that may be models; where the hub cannot be reached, those
-    that were fetched."""
+def _gguf_files(repository: str, asked: str) -> tuple[str, list[str]]:
+    """The GGUF files of a repository that may be models, behind what has them, for errors; where
+    the hub does not list any, those that were fetched."""
     with _errors_of(asked):
         from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
+        holder = "the repository"
         try:
             names = HfApi().list_repo_files(repository)
-        except Exception:
-            cached = Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
+        except Exception as error:
+            try:
+                folder = snapshot_download(repository, allow_patterns=[], local_files_only=True)
+            except LocalEntryNotFoundError:
+                raise error from None
+            cached = Path(folder)
             names = [path.relative_to(cached).as_posix() for path in cached.rglob(f"*{SUFFIX}")]
-    return sorted(
+            holder = f"the cache of the hub, which lists no files ({_reason(error)}),"
+    return holder, sorted(
         name
         for name in names
         if name.lower().endswith(SUFFIX) and not _base_name(name).startswith(NO_MODELS)
@@ -165,8 +172,12 @@ def _errors_of(asked: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().splitlines()
         raise ModelError(
             f"no model {asked!r}: there is no such directory or file, and it could not be fetched "
-            f"from the hub ({reason[0] if reason else type(error).__name__})"
+            f"from the hub ({_reason(error)})"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error of the hub says, in one line; its first line may be a status alone."""
+    return " ".join(str(error).split()) or type(error).__name__
