@@ -150,6 +150,26 @@ def test_a_file_that_only_the_repository_may_have(repository: Repository) -> Non
         resolve_model("org/tiny:Q4_K_M")
 
 
+def test_which_files_of_a_directory_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are read of a local one: the template for tools, too; but no other formats."""
+    read = ["chat_template.jinja", "config.json", "model.safetensors", "spiece.model"]
+    read += ["additional_chat_templates/tool_use.jinja"]
+    others = ["consolidated.safetensors", "onnx/config.json", "onnx/model.safetensors"]
+    (tmp_path / "config.json").touch()
+    fetched: list[str] = []
+
+    def fetch(repo_id: str, **patterns: list[str]) -> str:
+        everything = [*read, *others, "pytorch_model.bin", "README.md"]
+        fetched.extend(huggingface_hub.utils.filter_repo_objects(everything, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve_model("org/tiny") == tmp_path
+    assert fetched == read
+
+
 def test_nothing_is_fetched_that_cannot_be_read(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:

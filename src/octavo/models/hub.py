@@ -20,8 +20,9 @@ NO_MODELS = ("mmproj", "imatrix")  # GGUF files of these names go with models
 MAX_LISTED = 40  # files in an error
 HUB_FILES = ["*.json", "*.jinja", "source.spm", "spiece.model"]
 HUB_WEIGHTS = ["*.safetensors"]
-# Files in subdirectories (other formats), and a second copy of the weights some repositories keep.
-HUB_EXCLUDED = ["*/*", "consolidated*"]
+# Other formats, in subdirectories, and a second copy of the weights some repositories keep.
+# Templates may be in one.
+HUB_EXCLUDED = ["*/*.json", "*/*.safetensors", "consolidated*"]
 
 
 def resolve_model(name: str, weights: bool = True) -> Path:
@@ -71,7 +72,7 @@ def resolve_model(name: str, weights: bool = True) -> Path:
 
 
 def _fetch(repository: str, patterns: list[str]) -> Path:
-    """A repository's files that match, and are not in its subdirectories."""
+    """A repository's files that match, but those of other formats."""
     with _errors_of(repository):
         from huggingface_hub import snapshot_download
 
