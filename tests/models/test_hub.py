@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 import gguf_files
 from gguf_files import Kind
 from octavo import LLM, SamplingParams
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError
 from octavo.models.hub import resolve_model
 
+NOBODY = 65534
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PARTS = [f"BF16/Tiny-BF16-{i + 1:05}-of-00002.gguf" for i in range(2)]
 FILES = [
@@ -51,6 +54,25 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
             monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_repo_files)
 
     return make
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_directory_without_permission(mode: int) -> None:
+    """Root, who has every permission, is somebody else meanwhile."""
+    user = os.getuid()
+    with tempfile.TemporaryDirectory() as top:
+        directory = Path(top) / "model"
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        Path(top).chmod(0o755)
+        directory.chmod(mode)
+        os.setresuid(user or NOBODY, user or NOBODY, user)
+        try:
+            with pytest.raises(ModelError, match=r"model': this user may not enter the dir"):
+                Tokenizer.find(resolve_model(str(directory)))
+        finally:
+            os.setresuid(user, user, user)
+            directory.chmod(0o755)
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"no model {shown(name)}: {reason}") from error
     if is_directory:
+        if not os.access(path, os.X_OK):
+            raise ModelError(f"no model {shown(name)}: this user may not enter the directory")
         return find_gguf(path) or path
     if is_gguf(path):
         return path
