@@ -138,16 +138,25 @@ def is_text(value: object) -> bool:
     return True
 
 
-def read_json(path: Path) -> Fields:
-    """The JSON object in `path`; ModelError if there is none."""
+def read_text(path: Path) -> str:
+    """The text in `path`, UTF-8; ModelError if there is none, or too much."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         where = path.parent if path.parent.is_dir() else f"directory {path.parent}"
         raise ModelError(f"{where} has no {path.name}: not a model directory") from None
-    except (OSError, ValueError, RecursionError) as error:  # integers of 5,000 digits, too
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> Fields:
+    """The JSON object in `path`; ModelError if there is none."""
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:  # integers of 5,000 digits, too
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")

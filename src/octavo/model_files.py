@@ -20,7 +20,7 @@ from octavo.added_tokens import complete, special_tokens
 from octavo.errors import ModelError, shown
 from octavo.gguf import is_gguf, read_gguf
 from octavo.gguf.tokenizer import read_tokenizer
-from octavo.json_fields import Fields, read_optional_json
+from octavo.json_fields import Fields, read_optional_json, read_text
 from octavo.sentencepiece import find_tokenizer
 
 DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
@@ -216,12 +216,7 @@ def _chat_templates(directory: Path, config: Fields) -> dict[str, str]:
         named = {"default": named.get("default")}
     found = {}
     for name, file in files.items():
-        source = named.get(name)
-        if file.is_file():
-            try:
-                source = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelError(f"{file} cannot be read: {error}") from error
+        source = read_text(file) if file.is_file() else named.get(name)
         if source is None:
             continue
         if not isinstance(source, str):

@@ -229,8 +229,15 @@ def test_a_model_of_any_size_is_weighed_before_it_is_built(tmp_path: Path) -> No
         LLM(str(tmp_path), load_format="dummy")
 
 
-def test_a_file_beyond_all_measure(tmp_path: Path) -> None:
-    with (tmp_path / "config.json").open("wb") as file:
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("config.json", read_model_config), ("chat_template.jinja", Tokenizer.from_directory)],
+)
+def test_a_file_beyond_all_measure(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    shutil.copy(model_zoo.model_directory("llama") / "tokenizer.json", tmp_path)
+    with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 40)  # a hole: it takes no room
-    with pytest.raises(ModelError, match=r"config\.json is larger than 67,108,864 bytes"):
-        read_model_config(tmp_path)
+    with pytest.raises(ModelError, match=rf"{name} is larger than 67,108,864 bytes"):
+        read(tmp_path)
