@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -68,6 +71,21 @@ def test_no_model_at_all(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(ModelError, match="is damaged"):
         demo_model_path(tmp_path)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tokenizer.json"])
+def test_a_file_that_cannot_be_read(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where somebody else has installed octavo, and others may not read it."""
+    open_file = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match=rf"cannot be read: .*{name} \(Permission denied\); rein"):
+        demo_model_path(copy)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ def demo_model_path(directory: Path = _DIRECTORY) -> Path:
     """The directory of the demo model, once all of its files are known to be there and whole."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
+        for name, expected in manifest.items():
+            _check(directory / name, expected["size"], expected["sha256"])
     except FileNotFoundError:
         raise ModelError(
             f"the demo model is missing: there is no {MANIFEST} in {directory}; {_ADVICE}"
@@ -24,8 +26,10 @@ def demo_model_path(directory: Path = _DIRECTORY) -> Path:
         raise ModelError(
             f"the demo model's {MANIFEST} in {directory} is damaged ({error}); {_ADVICE}"
         ) from None
-    for name, expected in manifest.items():
-        _check(directory / name, expected["size"], expected["sha256"])
+    except OSError as error:
+        raise ModelError(
+            f"the demo model cannot be read: {error.filename} ({error.strerror}); {_ADVICE}"
+        ) from error
     return directory
 
 
