@@ -50,6 +50,12 @@ class TrainConfig:
     num_workers: int = 14
     compile: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if steps would not divide a shard: which rows a step has would depend
+        on where the run began, and a resumed one would have others."""
+        if self.batch_rows < 1 or self.shard_rows % self.batch_rows:
+            raise ValueError(f"{self.batch_rows} rows of a step do not divide {self.shard_rows}")
+
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warm-up, then a cosine down to nothing."""
@@ -251,14 +257,17 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if arguments.deterministic:
         be_deterministic()
-    config = TrainConfig(
-        steps=arguments.steps,
-        batch_rows=arguments.batch_rows,
-        learning_rate=arguments.learning_rate,
-        seed=arguments.seed,
-        num_workers=arguments.workers,
-        compile=not arguments.no_compile,
-    )
+    try:
+        config = TrainConfig(
+            steps=arguments.steps,
+            batch_rows=arguments.batch_rows,
+            learning_rate=arguments.learning_rate,
+            seed=arguments.seed,
+            num_workers=arguments.workers,
+            compile=not arguments.no_compile,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     print(json.dumps(asdict(config)), flush=True)
     started = time.perf_counter()
     if arguments.start_from:

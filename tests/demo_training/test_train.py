@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.demo import demo_model_path
+from octavo_demo import train
 from octavo_demo.corpus import EOS, documents
 from octavo_demo.model import ModelShape
 from octavo_demo.packing import WEIGHT_SHIFT, ShardSpec, make_shard, shards
@@ -85,6 +86,23 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert again.step == whole.step == 4
     assert_same(whole, again)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(whole).items())
+
+
+@pytest.mark.parametrize("num_rows", ["0", "48", "1024"])
+def test_steps_must_divide_a_shard(
+    num_rows: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else a resumed run would have other rows."""
+    monkeypatch.setattr(
+        "sys.argv", ["train", "--directory", str(tmp_path), "--batch-rows", num_rows]
+    )
+    monkeypatch.setattr(train, "Trainer", None)
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert f"error: {num_rows} rows of a step do not divide 512" in capsys.readouterr().err
 
 
 def test_an_exported_model_is_what_transformers_computes(tmp_path: Path) -> None:
