@@ -104,6 +104,12 @@ def test_calibrate_and_use_it(octavo: Octavo, tmp_path: Path, steps: Path) -> No
     assert "leave out --software" in both.stderr
 
 
+def test_a_calibration_that_cannot_be_written(octavo: Octavo, tmp_path: Path, steps: Path) -> None:
+    result = octavo("calibrate", steps, "--out", tmp_path / "nowhere" / "calibration.json")
+    assert result.exit_code == 1
+    assert "nowhere/calibration.json cannot be written: No such file or directory" in result.stderr
+
+
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
     """Made-up decodes of OPT-13B."""

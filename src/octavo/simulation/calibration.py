@@ -59,7 +59,12 @@ class Calibration:
     on_held_out: FitError
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """As JSON. Raises ConfigError if the file cannot be written."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("out", f"{path} cannot be written: {error.strerror}") from error
 
     def apply(self, config: SimulationConfig) -> SimulationConfig:
         """The same simulation with these coefficients.
