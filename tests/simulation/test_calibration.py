@@ -163,7 +163,7 @@ def test_a_calibration_of_another_version_is_not_misread(tmp_path: Path) -> None
         read_calibration(file)
 
 
-OTHER_VERSION = r"steps.jsonl:1: model: copies_save is missing, saves is not known$"
+OTHER_VERSION = r"steps.jsonl:1: copies_save is missing, saves is not known$"
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -174,7 +174,16 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 3'),
         ([head.replace('"octavo_steps": 3', '"octavo_steps": 2'), good], "it does not begin with"),
         ([head.replace('"copies_save"', '"saves"'), good], OTHER_VERSION),
-        ([head.replace('"weight_bytes"', '"bytes"'), good], r"model: .*field `weight_bytes`"),
+        (
+            [head.replace('"weight_bytes"', '"bytes"'), good],
+            r"field `weight_bytes` - at `\$.model`",
+        ),
+        (
+            [head.replace('"gpu": "a100-40gb"', '"gpu": []'), good],
+            r"l:1: .* got `array` - at `\$.gpu`",
+        ),
+        ([head.replace('"num_gpus": 1', '"num_gpus": 0'), good], r"l:1: .*>= 1 - at `\$.num_gpus`"),
+        ([head.replace('"block_size": 16', '"block_size": 0'), good], r"1 - at `\$.block_size`"),
         ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
         ([head, "[" * 100_000], r"steps.jsonl:2: it is not JSON"),

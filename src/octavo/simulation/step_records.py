@@ -1,6 +1,6 @@
 """Measured steps as a file: the input of `octavo calibrate`.
 
-JSON lines. The first line says what ran: `{"octavo_steps": 2, "model": {...}, "gpu": ...}`, with
+JSON lines. The first line says what ran: `{"octavo_steps": 3, "model": {...}, "gpu": ...}`, with
 the fields of `Setting`. Each other line is one step, with the fields of `StepRecord`: the amounts
 of work in it and how long it took. A `StepRecorder` writes such a file while an engine runs:
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 
@@ -27,6 +27,7 @@ from octavo.simulation.cost_model import ModelSize
 from octavo.simulation.step_shape import RowLengths, StepShape
 
 FORMAT = 3
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Setting:
 
     model: ModelSize  # equal sizes are equal work
     gpu: str
-    num_gpus: int
-    block_size: int
+    num_gpus: Count
+    block_size: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +135,12 @@ def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:
     number, head = next(lines, (1, None))
     if not isinstance(head, dict) or head.pop("octavo_steps", None) != FORMAT:
         raise TraceError(f'{path}:{number}: it does not begin with {{"octavo_steps": {FORMAT}, ...')
-    head = _checked(path, number, Setting, head)
     try:
-        model = msgspec.convert(head["model"], ModelSize)
-        check_names(asdict(model), head["model"])
+        setting = msgspec.convert(head, Setting)
+        check_names(asdict(setting), head)
     except ValueError as error:
-        raise TraceError(f"{path}:{number}: model: {error}") from error
-    setting = Setting(**head | {"model": model})
-    records = [StepRecord(**_checked(path, number, StepRecord, values)) for number, values in lines]
+        raise TraceError(f"{path}:{number}: {error}") from error
+    records = [StepRecord(**_checked(path, number, values)) for number, values in lines]
     if not records:
         raise TraceError(f"{path}: it has no steps")
     return setting, records
@@ -159,13 +158,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             raise TraceError(f"{path}:{number}: it is not JSON ({error})") from error
 
 
-def _checked(path: Path, number: int, kind: type, values: Any) -> dict[str, Any]:
-    names = [field.name for field in fields(kind)]
+def _checked(path: Path, number: int, values: Any) -> dict[str, Any]:
+    names = [field.name for field in fields(StepRecord)]
     if not isinstance(values, dict) or set(values) != set(names):
         raise TraceError(f"{path}:{number}: it must be an object with {', '.join(names)}")
     for name, value in values.items():
-        if name in ("model", "gpu"):
-            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise TraceError(f"{path}:{number}: {name} is {value!r}, not a number from 0 on")
     return values
