@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from os import PathLike
+from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -63,8 +64,9 @@ class LLM:
             >>> llm = LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096)
         """
         config = make_config(model, **options)
-        tokenizer = Tokenizer.find(resolve_model(config.model))
-        self.engine = load_engine(config)
+        path = resolve_model(config.model)
+        tokenizer = Tokenizer.find(path)
+        self.engine = load_engine(config, path)
         self.client = LocalClient(self.engine, tokenizer)
         self._turn = _Turn(self.client)
         self._numbers = count()  # in the names of pinned prefixes
@@ -530,15 +532,20 @@ class _Turn:
                 self._lock.release()
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def load_engine(config: EngineConfig, path: Path | None = None) -> Engine:
     """An engine on this machine's device, in this process. Imports torch.
+
+    Args:
+        config: its options.
+        path: where the model is. None: where its name says, which of a hub id is its latest
+            revision.
 
     Raises:
         ConfigError, ModelError, OutOfMemory: as `LLM`.
     """
     from octavo.executor import make_executor
 
-    model_config = read_model_config(resolve_model(config.model), config.model_impl)
+    model_config = read_model_config(path or resolve_model(config.model), config.model_impl)
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     if config.quantization is not None and config.quantization != "auto":

@@ -28,7 +28,6 @@ from octavo.engine.validation import PreparedRequest
 from octavo.errors import ModelError, ProcessKilled
 from octavo.executor.base import KVCapacity
 from octavo.memory_budget import MemoryBudget
-from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import loop as engine_loop
 
@@ -148,7 +147,7 @@ def expected_tokens(prompt: list[int], seed: int, index: int, num_tokens: int) -
     return tokens
 
 
-def load(config: EngineConfig) -> Engine:
+def load(config: EngineConfig, path: Path) -> Engine:
     flags = dict(flag.partition("=")[::2] for flag in sys.argv[1:-1])
     if "refuse" in flags:
         raise ModelError("there is no such model")
@@ -169,7 +168,7 @@ def load(config: EngineConfig) -> Engine:
         with contextlib.suppress(FileExistsError):
             broken.touch(exist_ok=False)
             executor.broken = broken
-    model_config = read_model_config(resolve_model(config.model), config.model_impl)
+    model_config = read_model_config(path, config.model_impl)
     return FragileEngine(config, model_config, executor)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from core.symbolic import EOS, Ask, expected_beams
 from octavo.config import make_config
+from octavo.demo import demo_model_path
 from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process import process
@@ -343,6 +344,25 @@ def test_want_of_files_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPat
             os.kill(client.info.pid, signal.SIGKILL)
             await good
             assert (num_attempts, client.info.num_restarts) == (6, 1)
+
+    run(test())
+
+
+def test_engines_have_the_revision_that_the_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts later does not ask the hub again, which may have another one by then."""
+    monkeypatch.setattr(
+        "octavo.server.engine_process.client.resolve_model", lambda name: demo_model_path()
+    )
+
+    async def test() -> None:
+        client = EngineClient(make_config("org/tiny"), command=(sys.executable, str(PROGRAM)))
+        await client.start()
+        try:
+            os.kill(client.info.pid, signal.SIGKILL)
+            await complete(client, [1, 2], 10)
+            assert (client.info.model, client.info.num_restarts) == ("org/tiny", 1)
+        finally:
+            await client.close()
 
     run(test())
 

@@ -86,7 +86,7 @@ class EngineClient:
         self._journal = Journal()
         self._delivery = Delivery(listeners)
         self._fleet = self._delivery.fleet = Fleet(
-            config, self._supervision, self._journal, self._delivery, command, replication
+            config, path, self._supervision, self._journal, self._delivery, command, replication
         )
         self._grammars = GrammarChecker(
             self.model_config.path,

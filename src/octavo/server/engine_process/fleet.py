@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -62,17 +63,19 @@ class Fleet:
     def __init__(
         self,
         config: EngineConfig,
+        path: Path,
         supervision: Supervision,
         journal: Journal,
         audience: Audience,
         command: Sequence[str] = COMMAND,
         replication: Replication | None = None,
     ) -> None:
-        """`command` starts an engine process; see `EngineProcess`. Raises ConfigError."""
+        """`path` is that of the model. `command` starts an engine process; see `EngineProcess`.
+        Raises ConfigError."""
         replication = replication or Replication()
         places = place_replicas(config, replication.replicas)
         self.replicas = [
-            Replica(number, own, supervision, self, command, environment)
+            Replica(number, own, path, supervision, self, command, environment)
             for number, (own, environment) in enumerate(places)
         ]
         self.info: m.EngineInfo | None = None  # what holds for all of them

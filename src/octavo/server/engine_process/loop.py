@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from octavo.channel import Channel
@@ -253,7 +254,7 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
 
-def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
+def main(file_descriptor: int, load: Callable[[EngineConfig, Path], Engine] = load_engine) -> int:
     """Make the engine that the first message asks for, and serve it. Returns the exit status."""
     channel = Channel(open_connection(file_descriptor))
     first = channel.receive(None)
@@ -266,7 +267,7 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
 
     forward_logs(start.log_level, send_log)
     try:
-        engine = load(replace(start.config, owns_process=True))
+        engine = load(replace(start.config, owns_process=True), Path(start.path))
     except Exception as error:
         channel.send(m.encode(m.StartFailed(report_of(error), traceback.format_exc())))
         return 1

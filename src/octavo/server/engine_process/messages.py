@@ -26,6 +26,7 @@ class Start(msgspec.Struct, tag=True):
     """The first message: create an engine. The reply is EngineInfo or StartFailed."""
 
     config: EngineConfig
+    path: str  # of the model; what a hub id in `config` stands for may have changed
     log_level: int  # as in the logging module; records are sent back as LogLine
 
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -66,6 +67,7 @@ class Replica:
         self,
         number: int,
         config: EngineConfig,
+        path: Path,
         supervision: Supervision,
         owner: Owner,
         command: Sequence[str] = COMMAND,
@@ -76,6 +78,7 @@ class Replica:
             number: 0, 1, ...: by which replicas are told apart.
             config: the options of its engine. Of the server's engine processes, only the first one
                 of replica 0 measures what quantization loses: it is the same in all.
+            path: of its model. What a hub id stands for may change before an engine starts again.
             supervision: how patient to be with the process.
             owner: gets the requests of a process that has died.
             command: starts an engine process; see `EngineProcess`.
@@ -89,6 +92,7 @@ class Replica:
         self.load = 0  # tokens of its requests, as the router counts them
         self.exchange = Exchange(number, owner)
         self._config = config if number == 0 else _unmeasured(config)
+        self._path = path
         self._supervision = supervision
         self._owner = owner
         self._command = command
@@ -232,7 +236,8 @@ class Replica:
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
         # A process that is replaced has left its share of the host's memory behind.
         config = dataclasses.replace(self._config, host_share=1) if is_restart else self._config
-        info = await process.start(m.Start(config, level), self._supervision.start_seconds)
+        start = m.Start(config, str(self._path), level)
+        info = await process.start(start, self._supervision.start_seconds)
         self._process = process
         self.num_restarts += is_restart
         self._seconds_without_step = 0.0
