@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Match
 
+from core.test_kv_layout import layout_of, vllm_s_layout
 from octavo.cli.main import main
 from octavo.config import make_config
 from octavo.registry import GROUP as PLUGINS
@@ -310,3 +311,20 @@ def test_mistakes_are_found(app: FastAPI) -> None:
     assert is_served(app, "POST", "/v1/completions")
     assert not is_served(app, "DELETE", "/v1/completions")
     assert not is_served(app, "", "/v1/no_such_endpoint")
+
+
+def test_the_table_of_layouts() -> None:
+    """docs/kv_cache.md: groups, and memory at 2k and 32k tokens, ours and vLLM's."""
+    text = (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8")
+    pattern = r"^\| (?:.*: )?(\d+) \+ (\d+) \| ([\d,]+) \| (.*) \|$"
+    rows = re.findall(pattern, text, re.MULTILINE)
+    assert len(rows) == 16
+    for *numbers, shown in rows:
+        num_full, num_sliding, window = (int(number.replace(",", "")) for number in numbers)
+        ours = layout_of((None, num_full), (window, num_sliding))
+        theirs = vllm_s_layout(num_full, num_sliding, window)
+        assert shown == " | ".join(
+            f"{len(layout.groups)} | {layout.relative_bytes([2048]):.3f} | "
+            f"{layout.relative_bytes([32_768]):.3f}"
+            for layout in (ours, theirs)
+        )

@@ -30,6 +30,7 @@ SEED = 14
 SAMPLE_SIZE = 300
 BAR = 0.92  # of the sample must be noticed
 NOTICED = ("killed", "timeout", "segfault")  # the last is what the kernel stops
+NOT_TESTED = "not checked"
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def main() -> int:
             if options.list:
                 print("\n".join(names))
                 return 0
+            statuses = run_mutants(names, options.jobs)  # whose tests pass without a change
             missed = [] if options.mutants else missed_defects()
-            statuses = run_mutants(names, options.jobs)
             return report(statuses, missed)
 
 
@@ -207,9 +208,10 @@ def run_mutants(names: list[str], jobs: int) -> dict[str, str]:
         output = None if sys.stdout.isatty() else file
         subprocess.run(command, env=_environment(), stdout=output, stderr=output)
     statuses = dict(line.strip().rsplit(": ", 1) for line in _mutmut("results", "--all", "true"))
-    if not statuses.keys() >= set(names):
+    tested = {name: statuses.get(name, NOT_TESTED) for name in names}
+    if NOT_TESTED in tested.values():  # as where a test fails without any change
         raise SystemExit(log.read_text()[-4000:] + "\nmutmut has failed")
-    return {name: statuses[name] for name in names}
+    return tested
 
 
 def report(statuses: dict[str, str], missed: list[Defect]) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from octavo.core.kv.specs import (
@@ -131,23 +128,6 @@ def test_a_layout_names_its_groups() -> None:
         "10 x full attention, 52 x window of 1,024 in 6 groups"
     )
     assert str(layout_of((None, 3))) == "3 x full attention"
-
-
-def test_the_table_of_the_documentation() -> None:
-    """docs/kv_cache.md: groups, and memory at 2k and 32k tokens, ours and vLLM's."""
-    text = (Path(__file__).parents[2] / "docs/kv_cache.md").read_text()
-    pattern = r"^\| (?:.*: )?(\d+) \+ (\d+) \| ([\d,]+) \| (.*) \|$"
-    rows = re.findall(pattern, text, re.MULTILINE)
-    assert len(rows) == 16
-    for *numbers, shown in rows:
-        num_full, num_sliding, window = (int(number.replace(",", "")) for number in numbers)
-        ours = layout_of((None, num_full), (window, num_sliding))
-        theirs = vllm_s_layout(num_full, num_sliding, window)
-        assert shown == " | ".join(
-            f"{len(layout.groups)} | {layout.relative_bytes([2048]):.3f} | "
-            f"{layout.relative_bytes([32_768]):.3f}"
-            for layout in (ours, theirs)
-        )
 
 
 def test_few_layers_of_a_kind_are_stored_in_longer_blocks() -> None:
