@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from octavo.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -93,21 +95,26 @@ def save(report: Report, folder: Path) -> None:
 
 
 def load(path: Path) -> Report:
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    tables = [
-        Table(
-            table["caption"],
-            [
-                Row(
-                    row["label"],
-                    row["ours"],
-                    row["paper"],
-                    row["target"] and Target(**row["target"]),
-                )
-                for row in table["rows"]
-            ],
-            table["digits"],
-        )
-        for table in values.pop("tables")
-    ]
-    return Report(tables=tables, **values)
+    """What `save` has written. Raises ConfigError if the file is broken, as after a full disk."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        tables = [
+            Table(
+                table["caption"],
+                [
+                    Row(
+                        row["label"],
+                        row["ours"],
+                        row["paper"],
+                        row["target"] and Target(**row["target"]),
+                    )
+                    for row in table["rows"]
+                ],
+                table["digits"],
+            )
+            for table in values.pop("tables")
+        ]
+        return Report(tables=tables, **values)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        what = f"{path}: no report; `octavo reproduce {path.stem}` writes it again"
+        raise ConfigError("out", what) from error

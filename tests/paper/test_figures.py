@@ -194,6 +194,15 @@ def test_broken_measurements(tmp_path: Path, text: str, message: str) -> None:
         FIGURES.find("fig18").jobs(QUICK.with_measurements(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["", '{"name": "fig2', "[]", '"fig2"', "{}", '{"tables": [{}]}'])
+def test_a_broken_report_is_named(tmp_path: Path, text: str) -> None:
+    """As a full disk leaves it behind: those of other figures are read at each run."""
+    path = tmp_path / "fig2.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"fig2\.json: no report; `octavo reproduce fig2` writes"):
+        load(path)
+
+
 def test_targets() -> None:
     points, percent = Target(3, "points"), Target(20, "percent")
     assert Row("a", 23.0, 20.4, points).deviation == "+2.6 points"
