@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,28 @@ def read_measurements(folder: Path | None, kind: str) -> Measurements | None:
             continue
         for number, row in enumerate(_rows(path, content)):
             try:
-                values[tuple(row[name] for name in names)] = float(row[value_name])
+                values[tuple(row[name] for name in names)] = _positive(row[value_name])
             except (KeyError, TypeError, ValueError) as error:
                 expected = ", ".join((*names, value_name))
-                raise ConfigError(
-                    "measurements", f"{path}: row {number} needs {expected}"
-                ) from error
+                what = f"{path}: row {number} needs {expected}, which is positive"
+                raise ConfigError("measurements", what) from error
         device, model, command, setting = _facts(path, content)
         devices[device] = None
         descriptions[f"{device}, {model}, `{command}`: {setting}"] = None
     return Measurements(values, "; ".join(devices), "; ".join(descriptions)) if values else None
 
 
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 < number < inf:
+        raise ValueError(value)
+    return number
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("measurements", f"{path}: {error}") from error
     # Files of other kinds may hold anything.
     return content if isinstance(content, Mapping) else {}

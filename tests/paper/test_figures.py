@@ -22,6 +22,8 @@ from octavo_paper.report import Report, Row, Table, Target, load, save
 from octavo_paper.scale import FULL, QUICK, Scale
 from octavo_paper.simulations import Latency, SteadyState, Sweep
 
+ROW = '"trace": "sharegpt", "block_size": 16, "seconds_per_token"'
+
 
 def as_in_the_paper(job: Job) -> Any:
     """A result, the paper's own where it is printed."""
@@ -183,8 +185,13 @@ def test_measured_kernels_and_moves_replace_the_cost_model(tmp_path: Path) -> No
     ("text", "message"),
     [
         ("[", "bad.json"),
+        ("[" * 100_000, "bad.json"),
         ('{"kind": "block-size", "rows": 3}', "rows must be a list"),
         ('{"kind": "block-size", "rows": [{"trace": "x"}]}', "row 0 needs trace, block_size"),
+        *(
+            (f'{{"kind": "block-size", "rows": [{{{ROW}: {value}}}]}}', "which is positive")
+            for value in ("0", "-1", "NaN", "Infinity")
+        ),
         ('{"kind": "block-size", "rows": []}', "device must be a string, not None"),
     ],
 )
