@@ -1,9 +1,10 @@
-"""A soak test in three parts: `make soak`.
+"""A soak test in four parts: `make soak`.
 
 *Kills*: `kill -9` of the engine process at random moments, under load with every decoding method;
 no answer may be lost or altered. *Malformed*: requests that no client should send, through raw
 sockets; no answer may be 5xx, and none may hang. *Offline*: random work with pins, swaps and
-aborts; no block may leak, and memory must stay flat.
+aborts; no request may fail or be lost, no block may leak, and memory must stay flat. *Rescored*:
+such work for a tiny model, whose tokens and log-probabilities are computed a second time.
 
 All random choices follow from the seed, except for timing. Prints progress, and one JSON line at
 the end; the exit status is 1 if anything was violated, or if a part did not finish its work in
@@ -18,14 +19,15 @@ import signal
 import sys
 from collections.abc import Callable
 
-from soak import kills, malformed, offline
+from soak import kills, malformed, offline, rescored
 from soak.report import Report
 
 MINUTES = 60.0
 NUM_KILLS = 100
 NUM_MALFORMED = 100_000
+MOST_RESCORED = 1000  # results, which takes a minute
 # Fractions of the time; the first two parts end sooner if they have finished their work.
-TIME_FRACTIONS = {"kills": 0.5, "malformed": 0.33, "offline": 0.17}
+TIME_FRACTIONS = {"kills": 0.5, "malformed": 0.33, "offline": 0.12, "rescored": 0.05}
 
 
 def main() -> int:
@@ -50,10 +52,11 @@ def main() -> int:
         "kills": lambda: kills.run(args.seed, num_kills, seconds["kills"]),
         "malformed": lambda: malformed.run(args.seed, count, seconds["malformed"]),
         "offline": lambda: offline.run(args.seed, seconds["offline"]),
+        "rescored": lambda: rescored.run("tiny", args.seed, seconds["rescored"], MOST_RESCORED),
     }
     reports = [parts[part]() for part in args.parts]
     num_violations = sum(report.num_violations for report in reports)
-    summary = {report.part: report.values() for report in reports}
+    summary = dict(zip(args.parts, (report.values() for report in reports), strict=True))
     print(json.dumps({"soak": summary, "seed": args.seed, "violations": num_violations}))
     return 1 if num_violations else 0
 

@@ -30,6 +30,7 @@ EARLY_KILLS = 0.15  # fraction of kills that hit a process which has just been s
 # A beam search starts again in every new process, and would never end if none lived long enough:
 # when a request has survived this many kills, the next kill waits until it is answered.
 MAX_SURVIVED_KILLS = 5
+USAGE = -1  # where an answer has its numbers of tokens, beside its choices
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)  # of the likeliest tokens
     ending: tuple[Any, ...] = ()
 
     def differs_from(self, other: Choice) -> str | None:
@@ -46,14 +48,17 @@ class Choice:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine!r} is not {theirs!r}"
-        pairs = list(zip(self.logprobs, other.logprobs, strict=False))
-        far = [pair for pair in pairs if abs(pair[0] - pair[1]) > LOGPROB_TOLERANCE]
-        if far or len(self.logprobs) != len(other.logprobs):
-            return f"logprobs: {far[:1] or 'another number of them'}"
+        for name in ("logprobs", "top_logprobs"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            pairs = zip(mine, theirs, strict=False)
+            far = [pair for pair in pairs if not abs(pair[0] - pair[1]) <= LOGPROB_TOLERANCE]
+            if far or len(mine) != len(theirs):
+                return f"{name}: {far[:1] or 'another number of them'}"
         return None
 
 
 Answer = dict[int, Choice]
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def make_requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
@@ -68,6 +73,7 @@ def make_requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
         {"temperature": 0.7, "logprobs": 3},
         {"temperature": 0.8, "logit_bias": {"300": -5, "301": 3}, "min_tokens": 10},
         {"temperature": 0.7, "echo": True, "bad_words": [" king"]},
+        {"structured_outputs": {"regex": "( (cat|dog|king)[,.]?){9,40}"}, "ignore_eos": False},
     ]
     requests = []
     for number in range(NUM_REQUESTS):
@@ -92,14 +98,21 @@ def add_reply(answer: Answer, reply: dict[str, Any]) -> None:
     """Add a complete reply, or one event of a stream, to `answer`."""
     if "error" in reply:
         raise RuntimeError(reply["error"]["message"])
+    if usage := reply.get("usage"):
+        numbers = usage["prompt_tokens"], usage["completion_tokens"]
+        answer[USAGE] = Choice(ending=numbers)
     for each in reply["choices"]:
         choice = answer.setdefault(each["index"], Choice())
         content = each.get("message") or each.get("delta") or each
         choice.text += content.get("text") or content.get("content") or ""
         choice.token_ids += each.get("token_ids") or []
         scores = each.get("logprobs") or {}
-        chat_scores = [entry["logprob"] for entry in scores.get("content") or []]
-        choice.logprobs += scores.get("token_logprobs") or chat_scores
+        entries = scores.get("content") or []
+        choice.logprobs += scores.get("token_logprobs") or [entry["logprob"] for entry in entries]
+        for entry in entries:
+            choice.top_logprobs += [top["logprob"] for top in entry["top_logprobs"]]
+        for by_token in scores.get("top_logprobs") or []:
+            choice.top_logprobs += sorted(by_token.values())
         if each.get("finish_reason") is not None:
             choice.ending = (each["finish_reason"], each.get("stop_reason"), each.get("score"))
 
@@ -128,7 +141,7 @@ class Load:
             add_reply(answer, reply.json())
             return answer
         is_done = False
-        async with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
+        async with self._http.stream("POST", path, json=body | STREAMED) as reply:
             if reply.status_code != 200:
                 raise RuntimeError(f"{reply.status_code} {(await reply.aread()).decode()}")
             async for line in reply.aiter_lines():
@@ -251,7 +264,9 @@ async def soak(load: Load, rng: random.Random, num_kills: int) -> None:
         for task in late:
             task.cancel()
             report.violate("a client hangs")
-        await asyncio.gather(*clients, return_exceptions=True)
+        for ended in await asyncio.gather(*clients, return_exceptions=True):
+            if isinstance(ended, Exception):
+                report.violate(f"an answer cannot be compared: {ended!r}")
     finally:
         await load.close()
 

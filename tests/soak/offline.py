@@ -11,12 +11,15 @@ from octavo.engine.snapshot import take_snapshot
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, RequestTooLong
 from octavo.llm import LLM
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from soak.report import Memory, Report
 
 Params = SamplingParams | BeamSearchParams  # of requests
 MAX_GROWTH_MIB = 24.0
 MAX_PINS = 3
+# While no request ends; one by one, those of any round take a fraction of it.
+MAX_STEPS = 100_000
 VOCABULARY = 4000  # token ids that the demo model knows
 # Few blocks, so that requests are preempted and swapped, and blocks evicted, all the time.
 OPTIONS: dict[str, Any] = {
@@ -104,17 +107,30 @@ class Round:
         rng = self._rng
         waiting = rng.randint(1, self._most)
         share = rng.choice((0.7, 0.99))  # of requests that another one follows before the next step
-        while waiting or self._client.has_unfinished:
+        num_steps = 0  # since a request has ended
+        while (waiting or self._client.has_unfinished) and num_steps < MAX_STEPS:
             while waiting and rng.random() < share:
                 waiting -= 1
                 self._add()
             if self._open and rng.random() < 0.02:
                 self._abort(rng.choice(sorted(self._open)))
+            num_steps += 1
             for output in self._client.step():
+                num_steps = 0
                 if output.request_id in self._open:  # it was not aborted
-                    self._work.take(*self._open.pop(output.request_id))
+                    self._take(output)
                 self._report.count("requests")
             self._report.count("steps")
+        for stream, params in self._open.values():
+            self._report.violate(f"a request is lost, or does not end: {params}")
+            self._client.abort_request(stream)
+
+    def _take(self, output: RequestOutput) -> None:
+        stream, params = self._open.pop(output.request_id)
+        if what := missing(output, params):
+            self._report.violate(f"{what}: {params}")
+        else:
+            self._work.take(stream, params)
 
     def _add(self) -> None:
         rng = self._rng
@@ -132,6 +148,27 @@ class Round:
         stream, _ = self._open.pop(request_id)
         self._client.abort_request(stream)
         self._report.count("aborts")
+
+
+def missing(output: RequestOutput, params: Params) -> str:
+    """What a request that was not aborted should have brought and has not; "" if nothing."""
+    if output.error is not None:
+        return f"a request failed, {output.error}"
+    if isinstance(params, BeamSearchParams):
+        return "" if len(output.outputs) == params.beam_width else "a beam is missing"
+    if len(output.outputs) != params.n:
+        return "a sample is missing"
+    if (output.prompt_logprobs is None) != (params.prompt_logprobs is None):
+        return "log-probabilities of the prompt are missing, or were not asked for"
+    for sample in output.outputs:
+        num_tokens = len(sample.token_ids)
+        if sample.finish_reason == "length" and num_tokens != params.max_tokens:
+            return f"{num_tokens} tokens"
+        if sample.finish_reason != "length" and params.ignore_eos and not params.stop:
+            return f"{sample.finish_reason} after {num_tokens} tokens"
+        if len(sample.logprobs or ()) != (0 if params.logprobs is None else num_tokens):
+            return f"{len(sample.logprobs or ())} log-probabilities of {num_tokens} tokens"
+    return ""
 
 
 def change_pins(llm: LLM, work: Work, rng: random.Random, pins: list[str], report: Report) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from triton.runtime import JITFunction
 
-from soak.kills import Answer, Choice, add_reply, make_requests
+from octavo import BeamSearchParams, SamplingParams
+from octavo.outputs import RequestOutput, SequenceOutput, TokenLogprobs
+from server.live_server import LiveServer
+from soak import kills, offline
+from soak.kills import Answer, Choice, Load, add_reply, make_requests
 from soak.malformed import KINDS
-from soak.offline import Round
+from soak.offline import DemoWork, Params, Round, missing
 from soak.report import Memory, Report
 from soak.rescored import (
     RESULT_KINDS,
@@ -48,9 +55,107 @@ def test_a_stream_and_a_whole_reply_compare_by_their_content() -> None:
         kept = [piece for number, piece in enumerate(pieces) if number != lost]
         altered = answer_of(*({"choices": [piece]} for piece in kept))
         assert altered[0].differs_from(plain[0]) is not None
-    assert Choice(logprobs=[-0.5]).differs_from(Choice(logprobs=[-0.6])) is not None
+    for wrong_number in (-0.6, float("nan")):
+        assert Choice(logprobs=[wrong_number]).differs_from(Choice(logprobs=[-0.5])) is not None
     with pytest.raises(RuntimeError, match="gone"):
         answer_of({"error": {"message": "gone"}})
+
+
+def test_likeliest_tokens_and_usage_are_compared() -> None:
+    def answer(top: float, num_tokens: int) -> Answer:
+        completion = {"token_logprobs": [-1.0], "top_logprobs": [{"b": -1.0, "a": top}]}
+        chat = {"content": [{"logprob": -1.0, "top_logprobs": [{"token": "a", "logprob": top}]}]}
+        choices = [{"index": i, "logprobs": each} for i, each in enumerate((completion, chat))]
+        usage = {"prompt_tokens": 3, "completion_tokens": num_tokens}
+        return answer_of({"choices": choices}, {"choices": [], "usage": usage})
+
+    right = answer(-0.5, 1)
+    assert len(right) == 3
+    for wrong, indices in ((answer(-0.6, 1), {0, 1}), (answer(-0.5, 2), {kills.USAGE})):
+        differ = {index for index in right if wrong[index].differs_from(right[index]) is not None}
+        assert differ == indices
+
+
+def test_an_answer_that_cannot_be_compared_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, report = LiveServer("http://localhost", Mock()), Report("part", 10.0)
+
+    async def learn(load: Load) -> None:
+        load.expected = [{0: Choice(logprobs=[-0.5])}] * len(load.requests)
+
+    async def ask(load: Load, number: int, is_stream: bool) -> Answer:
+        return answer_of({"choices": [{"index": 0, "logprobs": {"token_logprobs": [None]}}]})
+
+    async def let_clients_ask(*_: object) -> None:
+        await asyncio.sleep(0)
+
+    async def run() -> None:
+        await kills.soak(Load(server, random.Random(1), report), random.Random(1), 0)
+
+    monkeypatch.setattr(Load, "learn", learn)
+    monkeypatch.setattr(Load, "ask", ask)
+    monkeypatch.setattr(kills, "kill_repeatedly", let_clients_ask)
+    asyncio.run(run())
+    assert report.num_violations == kills.CONCURRENCY
+
+
+class Client:
+    """A client whose requests bring nothing in so many steps; then it has no more of them."""
+
+    def __init__(self, num_steps: float) -> None:
+        self._steps_left = num_steps
+        self.aborted: list[Any] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._steps_left > 0
+
+    def make_request(self, prompt: Any, params: Any, cache_salt: str) -> Any:
+        return SimpleNamespace(request_id="one")
+
+    def add_request(self, stream: Any) -> None:
+        pass
+
+    def abort_request(self, stream: Any) -> None:
+        self.aborted.append(stream.request_id)
+
+    def step(self) -> list[RequestOutput]:
+        self._steps_left -= 1
+        return []
+
+
+@pytest.mark.parametrize("num_steps", [3, float("inf")])
+def test_a_request_that_is_lost_or_stuck_is_a_violation(
+    num_steps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "MAX_STEPS", 10)
+    client, report = Client(num_steps), Report("part", 1.0)
+    llm: Any = SimpleNamespace(client=client)
+    Round(llm, DemoWork(), random.Random(1), report, most=1).run()
+    assert report.num_violations == 1
+    assert client.aborted == ["one"]
+
+
+def output_of(*samples: SequenceOutput, **fields: Any) -> RequestOutput:
+    return RequestOutput("one", None, [1], list(samples), **fields)
+
+
+def test_what_a_request_has_not_brought_is_a_violation() -> None:
+    score = TokenLogprobs(7, -1.0, {})
+    whole = SequenceOutput(0, "ab", [7, 7], "length", logprobs=[score, score])
+    params = SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    assert missing(output_of(whole, prompt_logprobs=[None]), params) == ""
+    beams = BeamSearchParams(2, max_tokens=2)
+    assert missing(output_of(whole, whole), beams) == ""
+    wrong: list[tuple[RequestOutput, Params]] = [
+        (output_of(whole, prompt_logprobs=[None], error="it is broken"), params),
+        (output_of(whole), params),
+        (output_of(whole), beams),
+        (output_of(whole, prompt_logprobs=[None]), replace(params, n=2)),
+        (output_of(replace(whole, token_ids=[7]), prompt_logprobs=[None]), params),
+        (output_of(replace(whole, finish_reason="stop"), prompt_logprobs=[None]), params),
+        (output_of(replace(whole, logprobs=[score]), prompt_logprobs=[None]), params),
+    ]
+    assert all(missing(*each) for each in wrong)
 
 
 def test_a_kernel_that_is_compiled_late_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +178,7 @@ def test_every_decoding_method_is_used() -> None:
         "logprobs",
         "messages",
         "repetition_penalty",
+        "structured_outputs",
     }
 
 
