@@ -2,9 +2,10 @@
 
 *Kills*: `kill -9` of the engine process at random moments, under load with every decoding method;
 no answer may be lost or altered. *Malformed*: requests that no client should send, through raw
-sockets; no answer may be 5xx, and none may hang. *Offline*: random work with pins, swaps and
-aborts; no request may fail or be lost, no block may leak, and memory must stay flat. *Rescored*:
-such work for a tiny model, whose tokens and log-probabilities are computed a second time.
+sockets; no answer may be 5xx, none may hang, and the engine process may not die. *Offline*: random
+work with pins, swaps and aborts; no request may fail or be lost. *Rescored*: such work for a tiny
+model, whose tokens and log-probabilities are computed a second time. In all parts no block may
+leak, and where nothing is killed or computed again, memory must stay flat.
 
 All random choices follow from the seed, except for timing. Prints progress, and one JSON line at
 the end; the exit status is 1 if anything was violated, or if a part did not finish its work in

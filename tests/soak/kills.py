@@ -244,9 +244,16 @@ async def _kill(load: Load, old: int | None, delay: float = 0.0) -> int:
     return pid
 
 
-def blocks_held(server: LiveServer) -> int:
+def check_blocks(server: LiveServer, report: Report) -> int:
+    """While nothing runs, only pins may hold blocks. Returns how many they hold."""
+    server.complete("Once", max_tokens=1)  # alone, so that its last step is the engine's
     state = server.get("/debug/kv").json()
-    return int(state["device"]["num_held"] + state["swap"]["num_held"])
+    ids = [pin["block_ids"] for pin in state["pinned_prefixes"]]
+    pinned = {block_id for groups in ids for group in groups for block_id in group}
+    held = state["device"]["num_held"] + state["swap"]["num_held"]
+    if held != len(pinned):
+        report.violate(f"{held} blocks are held, {len(pinned)} of them pinned")
+    return len(pinned)
 
 
 async def soak(load: Load, rng: random.Random, num_kills: int) -> None:
@@ -279,11 +286,8 @@ def run(seed: int, num_kills: int, seconds: float) -> Report:
         pin.raise_for_status()
         asyncio.run(soak(Load(server, rng, report), rng, num_kills))
         report.require("kills", num_kills)
-        # A request that runs alone makes the engine's last step, after which only pins hold blocks.
-        server.complete("Once", max_tokens=1)
-        held = blocks_held(server)
-        if held != pin.json()["num_blocks"]:
-            report.violate(f"{held} blocks are held, {pin.json()['num_blocks']} of them pinned")
+        if check_blocks(server, report) != pin.json()["num_blocks"]:
+            report.violate("the pinned prefix is lost")
         if server.get("/health").status_code != 200:
             report.violate("the server is not healthy")
     report.show()

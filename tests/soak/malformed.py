@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from processes import engines
 from server.live_server import LiveServer, live_server
+from soak.kills import check_blocks
 from soak.report import Memory, Report
 
 CONCURRENCY = 16
 TIMEOUT = 60.0  # for one answer
 PATIENCE = 0.3  # seconds until the client of an incomplete request ends its side
 CHECK_EVERY = 1000  # requests between two checks by a valid request and a memory sample
-MAX_GROWTH_MIB = 48.0  # of the API process
+MAX_GROWTH_MIB = 48.0  # of each process
 # A short context bounds the work of requests that turn out to be well-formed.
 OPTIONS = ("--max-model-len", "96", "--max-num-seqs", "32")
 MAX_BODY = 200_000  # bytes
@@ -239,8 +241,19 @@ async def send(port: int, data: bytes, is_whole: bool) -> bytes:
 async def soak(server: LiveServer, seed: int, count: int, report: Report) -> None:
     port = urlsplit(server.url).port
     assert port is not None
-    memory = Memory(server.process.pid, MAX_GROWTH_MIB)
+    [engine] = engines(server.process.pid)
+    memories = [
+        Memory(server.process.pid, MAX_GROWTH_MIB),
+        Memory(engine, MAX_GROWTH_MIB, "engine_"),
+    ]
     numbers = iter(range(count))
+
+    def sample() -> None:
+        if engines(server.process.pid) != [engine]:
+            report.violate("the engine process has died")
+            return
+        for memory in memories:
+            memory.sample()
 
     async def client() -> None:
         for number in numbers:
@@ -267,15 +280,17 @@ async def soak(server: LiveServer, seed: int, count: int, report: Report) -> Non
                     f"request {number} ({make.__name__}): {reply[:400]!r} {data[:300]!r}"
                 )
             if number % CHECK_EVERY == 0:
-                memory.sample()
+                sample()
                 good = framed("POST", *_GOOD)
                 answer = await send(port, good, is_whole=True)
                 if b" 200 OK" not in answer[:20]:
                     report.violate(f"after request {number} a valid one got {answer[:300]!r}")
 
+    sample()
     await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
-    memory.sample()
-    memory.check_growth(report)
+    sample()
+    for memory in memories:
+        memory.check_growth(report)
 
 
 _GOOD = (
@@ -290,6 +305,7 @@ def run(seed: int, count: int, seconds: float) -> Report:
         report = Report("malformed", seconds)
         asyncio.run(soak(server, seed, count, report))
         report.require("malformed_requests", count)
+        check_blocks(server, report)
         if server.get("/health").status_code != 200:
             report.violate("the server is not healthy")
     report.show()

@@ -66,8 +66,10 @@ class Report:
 class Memory:
     """Samples the resident memory of a process, which may grow by `bound_mib` after its warm-up."""
 
-    def __init__(self, pid: int | str, bound_mib: float) -> None:
+    def __init__(self, pid: int | str, bound_mib: float, name: str = "") -> None:
+        """name: what counts of this process begin with."""
         self._pid = pid
+        self._name = name
         self._bound = bound_mib
         self.samples: list[tuple[float, float]] = []  # time, MiB
 
@@ -79,11 +81,13 @@ class Memory:
     def check_growth(self, report: Report) -> None:
         """Growth is the slope of a line through the last two thirds, times their duration."""
         warm = self.samples[len(self.samples) // 3 :]
-        report.counts["rss_mib"] = round(self.samples[-1][1], 1)
+        report.counts[f"{self._name}rss_mib"] = round(self.samples[-1][1], 1)
         if len(warm) < 3:
             return
         times, sizes = zip(*warm, strict=True)
         growth = statistics.linear_regression(times, sizes).slope * (times[-1] - times[0])
-        report.counts["rss_growth_mib"] = round(growth, 2)
+        report.counts[f"{self._name}rss_growth_mib"] = round(growth, 2)
         if growth > self._bound:
-            report.violate(f"memory grew by {growth:.1f} MiB, more than {self._bound} MiB")
+            report.violate(
+                f"{self._name}memory grew by {growth:.1f} MiB, more than {self._bound} MiB"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ from triton.runtime import JITFunction
 from octavo import BeamSearchParams, SamplingParams
 from octavo.outputs import RequestOutput, SequenceOutput, TokenLogprobs
 from server.live_server import LiveServer
-from soak import kills, offline
+from soak import kills, malformed, offline
 from soak.kills import Answer, Choice, Load, add_reply, make_requests
 from soak.malformed import KINDS
 from soak.offline import DemoWork, Params, Round, missing
@@ -96,6 +97,27 @@ def test_an_answer_that_cannot_be_compared_is_a_violation(monkeypatch: pytest.Mo
     monkeypatch.setattr(kills, "kill_repeatedly", let_clients_ask)
     asyncio.run(run())
     assert report.num_violations == kills.CONCURRENCY
+
+
+@pytest.mark.parametrize(("num_held", "num_violations"), [(2, 0), (3, 1)])
+def test_blocks_that_no_pin_holds_are_a_violation(num_held: int, num_violations: int) -> None:
+    pins = [{"block_ids": [[4, 5]]}, {"block_ids": [[4]]}]
+    tiers = {"device": {"num_held": num_held}, "swap": {"num_held": 0}}
+    server, report = Mock(), Report("part", 1.0)
+    server.get.return_value.json.return_value = {"pinned_prefixes": pins} | tiers
+    assert kills.check_blocks(server, report) == 2
+    assert report.num_violations == num_violations
+
+
+def test_an_engine_process_that_dies_of_a_request_is_a_violation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, report = LiveServer("http://localhost:1", Mock(pid=os.getpid())), Report("part", 1.0)
+    found = iter([[os.getpid()], [os.getpid()], [1]])  # the last one has taken its place
+    monkeypatch.setattr(malformed, "engines", lambda pid: next(found))
+    asyncio.run(malformed.soak(server, 1, 0, report))
+    assert report.violations == ["the engine process has died"]
+    assert {"rss_mib", "engine_rss_mib"} <= report.counts.keys()
 
 
 class Client:
