@@ -3,14 +3,16 @@
 Times are those of CUDA graphs replayed back to back, so that kernels may overlap as in a model,
 over weights that exceed the L2 cache. Prints a table for each part; the last line is JSON.
 
-    PYTHONPATH=src python benchmarks/dense_kernels.py
+    PYTHONPATH=src python benchmarks/dense_kernels.py [--parts sampler_us]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -252,24 +254,29 @@ def _each(work: Callable[[Tensor], object], logits: list[Tensor]) -> None:
 
 
 def sampler() -> dict[str, dict[str, float]]:
-    """Microseconds for all rows; logits are bfloat16, normal with a standard deviation of 2."""
+    """Microseconds for all rows; logits are bfloat16, normal with a standard deviation of 2, and of
+    some rows 300 tokens stand out by up to 12."""
     result: dict[str, dict[str, float]] = {}
-    for num_rows, vocab_size in ((64, 151936), (256, 151936), (256, 50272)):
-        logits = [
-            torch.randn(num_rows, vocab_size, device=DEVICE).mul_(2).to(DTYPE) for _ in range(2)
-        ]
+    shapes = ((1, 151936), (8, 151936), (64, 151936), (256, 151936), (256, 50272))
+    for (num_rows, vocab_size), num_likely in product(shapes, (0, 300)):
+        logits = list[Tensor]()
+        for _ in range(2):
+            values = torch.randn(num_rows, vocab_size, device=DEVICE).mul_(2)
+            values[:, :num_likely] += 12 * torch.rand(num_rows, num_likely, device=DEVICE)
+            logits.append(values.to(DTYPE))
         settings = {
             "greedy": draws(num_rows, 0.0, 0, 1.0, is_greedy=True, limited=False),
             "temperature 0.6": draws(num_rows, 0.6, 0, 1.0, is_greedy=False, limited=False),
             "top_k 50": draws(num_rows, 0.8, 50, 1.0, is_greedy=False, limited=True),
             "top_p 0.95": draws(num_rows, 0.8, 0, 0.95, is_greedy=False, limited=True),
+            "both": draws(num_rows, 0.8, 50, 0.95, is_greedy=False, limited=True),
         }
         works: dict[str, Callable[[Tensor], object]] = {
             name: partial(_sample, chosen) for name, chosen in settings.items()
         }
         works["top 12"] = lambda values: best_tokens(values, 12)
         works["top 12 by torch"] = lambda values: values.float().log_softmax(-1).topk(12)
-        name = f"{num_rows} x {vocab_size}"
+        name = f"{num_rows} x {vocab_size}" + (", some likely" if num_likely else "")
         result[name] = {
             label: round(microseconds(partial(_each, work, logits), 2, 4e-4), 1)
             for label, work in works.items()
@@ -278,15 +285,16 @@ def sampler() -> dict[str, dict[str, float]]:
     return result
 
 
+PARTS = {"gemms_tb_s": gemms, "layer_us": layers, "sampler_us": sampler}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parts = parser.parse_args().parts
     torch.manual_seed(0)
-    report(
-        "dense_kernels",
-        copy_tb_s=round(copy_bandwidth() / 1e12, 2),
-        gemms_tb_s=gemms(),
-        layer_us=layers(),
-        sampler_us=sampler(),
-    )
+    copied = round(copy_bandwidth() / 1e12, 2)
+    report("dense_kernels", copy_tb_s=copied, **{part: PARTS[part]() for part in parts})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from octavo.ops.cuda import sampling
 from octavo.ops.cuda import sampling_candidates as candidates
 from octavo.ops.cuda.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.cuda.sampling_shortlist import CAPACITY
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, words_of
 from octavo.worker.device.cpu_sampling import CpuDrawer
@@ -27,9 +28,12 @@ VOCABULARIES = {"cpu": [100], "cuda": [50, 8_192, 50_272, 151_936]}
 
 @pytest.fixture(autouse=True)
 def small_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter rows are short; they should still take several programs."""
+    """In the interpreter rows are short; they should still take several programs. Of more than
+    16 draws, as most tests make, a program has several strips."""
+    monkeypatch.setattr(sampling, "SOME_DRAWS", 16)
     if device.type == "cpu":
         monkeypatch.setattr(sampling, "CHUNK", 64)
+        monkeypatch.setattr(sampling, "STRIP", 8)
         monkeypatch.setattr(sampling, "SMALL_CHUNK", 32)
         monkeypatch.setattr(candidates, "CHUNK", 64)
 
@@ -118,6 +122,35 @@ def test_masked_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dt
         greedy.temperature.zero_()
         drawn = sample(logits.to(device), greedy)
         assert [drawn[i].item() for i in (5, 6)] == [NO_TOKEN.value] * 2
+
+
+def test_limits_of_rows_with_and_without_a_shortlist(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few likely tokens decide, or more than a shortlist holds, or all of the row."""
+    if device.type == "cpu":
+        monkeypatch.setattr(sampling, "SMALL_CHUNK", 4096)
+    vocab_size = CAPACITY + 3_000
+    generator = torch.Generator().manual_seed(5)
+    likely = torch.randn(vocab_size, generator=generator) * 2
+    likely[::500] += 12
+    flat = likely * 0.01
+    asked: list[tuple[Tensor, dict[str, float]]] = [
+        (likely, {"top_k": 20, "top_p": 0.9}),
+        (likely, {"top_p": 0.6}),
+        (likely, {"top_p": 0.9, "min_p": 0.05}),
+        (likely, {"top_p": 0.99999}),
+        (flat, {"top_p": 0.9}),
+        (flat, {"top_k": vocab_size - 10}),
+        (flat, {"top_k": vocab_size - 10, "min_p": 1.0}),
+        (flat, {"top_k": CAPACITY, "top_p": 0.5, "temperature": 0.01}),
+    ]
+    specs = [SamplingSpec(**({"temperature": 0.8} | each)) for _, each in asked]  # type: ignore[arg-type]
+    logits = torch.stack([row for row, _ in asked])
+    for seed in range(3):
+        batch = make_batch(specs, [seed] * len(specs))
+        wanted = CpuDrawer().draw(logits, batch, VocabularyShard.whole(vocab_size))
+        assert torch.equal(sample(logits.to(device), to_device(batch, device)).cpu(), wanted)
 
 
 def test_the_limits_keep_ties(device: torch.device) -> None:

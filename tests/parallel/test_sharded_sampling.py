@@ -47,6 +47,7 @@ def choose(
         from octavo.worker.device.cuda import CudaDevice
 
         sampling.CHUNK = sampling_candidates.CHUNK = 64
+        sampling.STRIP, sampling.SOME_DRAWS = 16, 8  # of more draws, programs have several strips
         device = CudaDevice(torch.device("cpu"))
     most = int(batch.num_draws.sum()) + len(batch.num_candidates)
     staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)

@@ -37,7 +37,7 @@ from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
 from octavo.ops.cuda import attention_decode, block_copy, sampling, sampling_candidates
 from octavo.ops.cuda.attention_cascade import cascade_attention
-from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, DeviceDraws, sample
+from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, SOME_DRAWS, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import NUMBERS, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
@@ -455,7 +455,7 @@ def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
     monkeypatch.setattr(runner, "_launch_steps", lambda sizes: launched.add(("sizes", sizes)))
     with torch.inference_mode():
         runner._launch_kernels((1, 2))
-    counts = [1, FEW_DRAWS + 1, FEW_LIMITED + 1]
+    counts = [1, FEW_DRAWS + 1, SOME_DRAWS + 1, FEW_LIMITED + 1]
     expected = {(mode, count) for mode in get_args(DrawMode) for count in counts}
     expected |= {("best", number) for number in NUMBERS}
     # Of prompts whose tokens are scored, the head has as many rows as a step has tokens.
@@ -542,7 +542,7 @@ def test_no_kernel_of_the_sampler_is_compiled_while_requests_are_served(
     kernels = [
         *(sampling._peak_kernel, sampling._sum_kernel, sampling._draw_kernel),
         *(sampling_candidates._chunk_kernel, sampling_candidates._row_kernel),
-        *(sampling.find_limits, block_copy._copy_kernel),
+        *(sampling.outline, sampling.gather, sampling.find_limits, block_copy._copy_kernel),
     ]
     for kernel in kernels:
         kernel.device_caches.clear()

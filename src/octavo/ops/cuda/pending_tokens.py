@@ -56,18 +56,20 @@ def _move_items(
         offset = first + tl.arange(0, BLOCK)
         item = items + offset * _FIELDS
         inside = offset < num_items
+        # All is asked for before any of it is used.
         token = tl.load(item, mask=inside, other=-1)
         position = tl.load(item + 4, mask=inside, other=-1) + 1
+        split = tl.load(item + 5, mask=inside, other=0)
+        num_splits = tl.load(item + 6, mask=inside, other=0)
+        if WINDOW:
+            begin = tl.load(item + 2, mask=inside, other=0)
         # Padding has no position, and where all keys are cached, their number stays the same.
         moves = inside & (token >= 0) & (position > 0)
-        split = tl.load(item + 5, mask=moves, other=0)
-        num_splits = tl.load(item + 6, mask=moves, other=0)
-        tl.store(item + 4, position, mask=moves)
-        tl.store(item + 3, position, mask=moves & (split == num_splits - 1))
         if WINDOW:
-            begin = tl.load(item + 2, mask=moves, other=0)
             start = tl.maximum(position + 1 - WINDOW, 0) // ALIGNMENT * ALIGNMENT
             tl.store(item + 2, tl.maximum(begin, start), mask=moves & (split == 0))
+        tl.store(item + 4, position, mask=moves)
+        tl.store(item + 3, position, mask=moves & (split == num_splits - 1))
 
 
 @triton.jit
@@ -88,13 +90,13 @@ def _begin_decodes(
     continues = tl.load(is_staged) == 0
     for first in range(0, num_tokens, BLOCK):
         offset, inside, token, row = _load_tokens(token_ids, rows, first, num_tokens, BLOCK)
+        position = tl.load(positions + offset, mask=inside, other=0)
+        draw_position = tl.load(draw_positions + offset, mask=inside, other=0)
+        last = tl.load(last_tokens + row, mask=inside)
         moves = inside & (row > 0) & continues  # row 0 is padding's
-        pending = moves | (token < 0)
-        tl.store(token_ids + offset, tl.load(last_tokens + row, mask=pending), mask=pending)
-        position = tl.load(positions + offset, mask=moves, other=0)
+        tl.store(token_ids + offset, last, mask=moves | (token < 0))
         tl.store(positions + offset, position + 1, mask=moves)
-        position = tl.load(draw_positions + offset, mask=moves, other=0)
-        tl.store(draw_positions + offset, position + 1, mask=moves)
+        tl.store(draw_positions + offset, draw_position + 1, mask=moves)
     if continues:
         for i in tl.static_range(len(items)):
             _move_items(items[i], num_items[i], WINDOWS[i], ALIGNMENTS[i], BLOCK)
@@ -123,8 +125,7 @@ def begin_decodes(
         token_ids, positions: int64 [n], dense.
         rows: int32 [n], dense; 0 is that of padding, which stays as it is.
         last_tokens: int64 [num_rows], dense.
-        draw_positions: int64, at least as many as there are rows but those of padding: of the
-            tokens to be drawn.
+        draw_positions: int64 [n], dense: of the tokens to be drawn; those of padding stay.
         items: of all shapes of layers.
     """
     _begin_decodes[(1,)](
@@ -157,12 +158,16 @@ def _keep_tokens(
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    wait_previous(PDL)
+    # What wrote these comes before the kernels that draw: the step before, and layers of experts.
     if results is not None:
-        number = tl.load(results + 1)
-        target = tl.load(results).to(tl.pointer_type(tl.int64)) + number * SIZE
+        number = tl.load(results + 1, cache_modifier=".cg")
+        address = tl.load(results, cache_modifier=".cg")
+        target = address.to(tl.pointer_type(tl.int64)) + number * SIZE
         if counter is not None:
-            tl.store(target, tl.load(counter))
+            num_hit = tl.load(counter, cache_modifier=".cg")
+    wait_previous(PDL)
+    if results is not None and counter is not None:
+        tl.store(target, num_hit)
     for first in range(0, num_tokens, BLOCK):
         offset, inside, token, row = _load_tokens(token_ids, rows, first, num_tokens, BLOCK)
         # Logits that are not finite give no token; the next step must not look for its embedding.

@@ -1,14 +1,18 @@
 """From logits to tokens on the device: what worker/sampler.py defines, without the host.
 
-Four kernels over the logits as they are (no float32 copy); static shapes, so a CUDA graph can hold
-them. A draw is a row of logits with its settings; several draws may share a row.
-  1. Per chunk of a row: the largest logit and its place. What the draw's mask rules out becomes
+Kernels over the logits as they are (no float32 copy); static shapes, so a CUDA graph can hold them.
+A draw is a row of logits with its settings; several draws may share a row.
+  1. Per part of a row: the largest logit and its place. What the draw's mask rules out becomes
      -inf in the logits first, so that the other kernels need no masks.
-  2. Per draw with top_k or top_p: the limits, by search over the logits' bit patterns in order.
+  2. Per draw with top_k or top_p: the limits, by search over the logits' bit patterns in order
+     (sampling_limits.py), most often of a few likely ones (sampling_shortlist.py).
   3. Per chunk: the sum of the tokens' integer weights.
   4. Per draw: invert the sum at the draw's uniform number; the chunk first, then the token in it.
 Weights are exp((logit - largest) / temperature) * 2 ** WEIGHT_BITS, rounded down. Their sums are
 exact in any order, so a draw's token depends neither on the rest of the batch nor on the chunks.
+
+What draws ask for, but for top_k and top_p, is complete before the kernel that precedes the first
+of these has begun. So it is read before the wait (pdl.py), past the L1 cache.
 
 Where the vocabulary is divided among ranks, each works on the chunks of its part, and what kernels
 1 and 3 find in all ranks' chunks is exchanged. Kernel 4 finds a token on the rank that has it.
@@ -17,6 +21,7 @@ Where the vocabulary is divided among ranks, each works on the chunks of its par
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,13 +30,16 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.sampling_limits import find_limits
+from octavo.ops.cuda.sampling_shortlist import Shortlists, gather, outline
 from octavo.ops.cuda.sampling_weights import row_peak, weights_of
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.vocabulary import VocabularyShard, pack
 
-CHUNK = 4096  # logits that a program works on
+CHUNK = 4096  # logits whose weights a program adds up
 # Few draws are a matter of latency: they get many small programs.
 SMALL_CHUNK, FEW_DRAWS = 1024, 8
+# A program looks for the largest logit of a strip; of more draws than some, of several strips.
+STRIP, STRIPS, SOME_DRAWS = 2048, 8, 32
 FEW_LIMITED = 128  # draws with limits that get an SM each; of more, two share one
 NO_TOKEN = tl.constexpr(-1)
 
@@ -70,33 +78,55 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
     if num_draws == 0:
         return token_ids
-    chunk = _chunk_size(num_draws, vocab_size)
-    num_chunks = triton.cdiv(vocab_size, chunk)
-    peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=logits.device)
-    peak_ids = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=logits.device)
+    cut = _Cut.of(num_draws, vocab_size)
+    num_chunks, num_parts = cut.num_chunks(vocab_size), cut.num_parts(vocab_size)
+    peaks = torch.empty((num_draws, num_parts), dtype=torch.float32, device=logits.device)
+    peak_ids = torch.empty((num_draws, num_parts), dtype=torch.int32, device=logits.device)
     sums = torch.empty((num_draws, num_chunks), dtype=torch.int64, device=logits.device)
     limits = torch.empty((num_draws, 2), dtype=torch.float32, device=logits.device)
     pdl = launch_options(logits.device)
-    sizes = (logits.stride(0), vocab_size, num_chunks)
-    chunks = power_of_2(num_chunks)
-    common = {"CHUNK": chunk, "CHUNKS": chunks, **pdl}
-    grid = (num_chunks, num_draws)
+    sizes = (logits.stride(0), vocab_size)
+    parts = power_of_2(num_parts)
     setting = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
-    _peak_kernel[grid](*setting, *sizes, draws.masks.shape[1], 0, CHUNK=chunk, **pdl)
+    _peak_kernel[(num_parts, num_draws)](
+        *setting, *sizes, num_parts, draws.masks.shape[1], 0, **cut.of_peaks, **pdl
+    )
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
+            short = Shortlists.empty(num_draws, num_chunks, logits)
+            asked = (
+                *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
+                *(draws.log_min_p, peaks),
+            )
+            of_row = (*sizes, num_chunks, num_parts)
+            outline[(num_chunks, num_draws)](
+                *(*asked, *short[:3], *of_row), CHUNK=cut.chunk, PARTS=parts, **pdl
+            )
+            gather[(num_chunks, num_draws)](
+                *(*asked, short.amounts, short.lengths, short.logits, *of_row),
+                CHUNK=cut.chunk,
+                CHUNKS=power_of_2(num_chunks),
+                PARTS=parts,
+                **pdl,
+            )
             warps = 16 if num_draws <= FEW_LIMITED else 8
             find_limits[(num_draws,)](
-                *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
-                *(draws.log_min_p, peaks, limits, *sizes),
-                CHUNKS=chunks,
+                *(*asked, limits, *short[1:], *of_row),
+                CHUNKS=power_of_2(num_chunks),
+                PARTS=parts,
                 BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
                 num_warps=warps,
                 **pdl,
             )
         setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
-        _sum_kernel[grid](*setting, sums, *sizes, LIMITED=limited, **common)
+        _sum_kernel[(num_chunks, num_draws)](
+            *(*setting, sums, *sizes, num_chunks, num_parts),
+            LIMITED=limited,
+            CHUNK=cut.chunk,
+            PARTS=parts,
+            **pdl,
+        )
     else:
         limited = False
         setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
@@ -109,11 +139,14 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
         draws.positions,
         token_ids,
         *sizes,
-        *(0, num_chunks, 0),
+        *(num_chunks, num_parts, 0, num_chunks, 0),
         LIMITED=limited,
         GREEDY=draws.is_greedy,
         SHARDED=False,
-        **common,
+        CHUNK=cut.chunk,
+        CHUNKS=power_of_2(num_chunks),
+        PARTS=parts,
+        **pdl,
     )
     return token_ids
 
@@ -131,22 +164,22 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=device)
     if num_draws == 0:
         return token_ids
-    chunk = _chunk_size(num_draws, vocabulary.num_rows)
-    own = triton.cdiv(vocabulary.num_rows, chunk)  # as many chunks on all ranks
-    first, num_chunks = own * communicator.shard.rank, own * communicator.shard.size
+    rank, size = communicator.shard.rank, communicator.shard.size
+    cut = _Cut.of(num_draws, vocabulary.num_rows)  # equal on all ranks
+    own, own_parts = cut.num_chunks(vocabulary.num_rows), cut.num_parts(vocabulary.num_rows)
+    first, num_chunks, num_parts = own * rank, own * size, own_parts * size
     pdl, stride = launch_options(device), logits.stride(0)
-    common = {"CHUNK": chunk, "CHUNKS": power_of_2(num_chunks), **pdl}
-    peaks = torch.empty((num_draws, own), dtype=torch.float32, device=device)
-    peak_ids = torch.empty((num_draws, own), dtype=torch.int32, device=device)
-    grid = (own, num_draws)
+    peaks = torch.empty((num_draws, own_parts), dtype=torch.float32, device=device)
+    peak_ids = torch.empty((num_draws, own_parts), dtype=torch.int32, device=device)
     masked = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
-    places = (stride, num_tokens, own, draws.masks.shape[1], vocabulary.start)
-    _peak_kernel[grid](*masked, *places, CHUNK=chunk, **pdl)
+    places = (stride, num_tokens, own_parts, draws.masks.shape[1], vocabulary.start)
+    _peak_kernel[(own_parts, num_draws)](*masked, *places, **cut.of_peaks, **pdl)
     both = communicator.all_gather(pack(peaks, peak_ids + vocabulary.start))
     peaks, peak_ids = (
-        part.transpose(0, 1).contiguous().view(num_draws, num_chunks)
-        for part in torch.split(both, own, dim=2)
+        part.transpose(0, 1).contiguous().view(num_draws, num_parts)
+        for part in torch.split(both, own_parts, dim=2)
     )
+    parts = power_of_2(num_parts)
     setting = (
         *(logits, draws.rows, draws.temperature, draws.log_min_p),
         *(peaks.view(torch.float32), None),
@@ -155,8 +188,12 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     if not draws.is_greedy:
         sums = torch.empty((num_draws, num_chunks), dtype=torch.int64, device=device)
         own_sums = sums[:, first : first + own]
-        _sum_kernel[grid](
-            *setting, own_sums, *(stride, num_tokens, num_chunks), LIMITED=False, **common
+        _sum_kernel[(own, num_draws)](
+            *(*setting, own_sums, stride, num_tokens, num_chunks, num_parts),
+            LIMITED=False,
+            CHUNK=cut.chunk,
+            PARTS=parts,
+            **pdl,
         )
         gathered = communicator.all_gather(own_sums)
         sums = gathered.transpose(0, 1).contiguous().view(num_draws, num_chunks)
@@ -168,21 +205,49 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
         draws.sample_indices,
         draws.positions,
         token_ids,
-        *(stride, num_tokens, num_chunks, first, own, vocabulary.start),
+        *(stride, num_tokens, num_chunks, num_parts, first, own, vocabulary.start),
         LIMITED=False,
         GREEDY=draws.is_greedy,
         SHARDED=True,
-        **common,
+        CHUNK=cut.chunk,
+        CHUNKS=power_of_2(num_chunks),
+        PARTS=parts,
+        **pdl,
     )
     return token_ids if draws.is_greedy else vocabulary.largest(token_ids)
 
 
-def _chunk_size(num_draws: int, num_logits: int) -> int:
-    """Logits of a row that a program works on, of `num_logits` on this rank."""
-    return min(SMALL_CHUNK if num_draws <= FEW_DRAWS else CHUNK, power_of_2(num_logits))
+class _Cut(NamedTuple):
+    """How the kernels divide rows of logits."""
+
+    chunk: int  # logits whose weights are added up to one sum
+    strip: int  # logits that a program has at once while it looks for the largest one
+    strips: int  # that it goes through, one after the other: a part of the row
+    num_warps: int  # of such a program
+
+    @classmethod
+    def of(cls, num_draws: int, num_logits: int) -> _Cut:
+        """num_logits: of a row, on this rank."""
+        most = power_of_2(num_logits)
+        if num_draws <= FEW_DRAWS:
+            return cls(min(SMALL_CHUNK, most), min(SMALL_CHUNK, most), 1, 4)
+        if num_draws <= SOME_DRAWS:
+            return cls(min(CHUNK, most), min(STRIP, most), 1, 4)
+        return cls(min(CHUNK, most), min(STRIP, most), STRIPS, 8)
+
+    def num_chunks(self, num_logits: int) -> int:
+        return -(-num_logits // self.chunk)
+
+    def num_parts(self, num_logits: int) -> int:
+        return -(-num_logits // (self.strip * self.strips))
+
+    @property
+    def of_peaks(self) -> dict[str, int]:
+        """Compile-time arguments of `_peak_kernel`."""
+        return {"STRIP": self.strip, "STRIPS": self.strips, "num_warps": self.num_warps}
 
 
-@triton.jit(do_not_specialize=["num_chunks", "first_token"])
+@triton.jit(do_not_specialize=["num_parts", "first_token"])
 def _peak_kernel(
     logits,
     rows,
@@ -192,36 +257,56 @@ def _peak_kernel(
     peak_ids,
     stride,
     vocab_size,
-    num_chunks,
+    num_parts,
     num_words,
     first_token,
-    CHUNK: tl.constexpr,
+    STRIP: tl.constexpr,
+    STRIPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program finds the largest logit of STRIPS times STRIP."""
     allow_next(PDL)
-    chunk, draw = tl.program_id(0), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    part, draw = tl.program_id(0), tl.program_id(1)
+    first = part * (STRIPS * STRIP)
+    lanes = tl.arange(0, STRIP)
+    row = tl.load(rows + draw, cache_modifier=".cg")
+    mask_place = tl.load(mask_places + draw, cache_modifier=".cg")
     wait_previous(PDL)
-    start = logits + tl.load(rows + draw) * stride
-    values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    values = tl.where(values != values, float("inf"), values)  # so that NaN is noticed
-    mask_place = tl.load(mask_places + draw)
+    start = logits + row * stride
     if mask_place >= 0:
-        bits = first_token + ids
-        words = masks + mask_place.to(tl.int64) * num_words + (bits >> 5)
-        kept = ((tl.load(words, mask=ids < vocab_size, other=0) >> (bits & 31)) & 1) != 0
-        kept |= values == float("inf")
-        values = tl.where(kept, values, -float("inf"))
-        never = tl.full((CHUNK,), -float("inf"), tl.float32).to(logits.dtype.element_ty)
-        tl.store(start + ids, never, mask=(ids < vocab_size) & (kept == 0))
+        words = masks + mask_place.to(tl.int64) * num_words
+        for i in tl.range(0, STRIPS):
+            _rule_out(start, words, first + i * STRIP + lanes, vocab_size, first_token)
+        tl.debug_barrier()  # some of them may have been written by other threads
+    best = tl.full([STRIP], -float("inf"), tl.float32)
+    best_strip = tl.zeros([STRIP], tl.int32)
+    for i in tl.static_range(STRIPS):
+        ids = first + i * STRIP + lanes
+        values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        values = tl.where(values != values, float("inf"), values)  # so that NaN is noticed
+        best_strip = tl.where(values > best, i, best_strip)
+        best = tl.maximum(best, values)
     # One after the other: reducing pairs of both takes more operations for each logit.
-    peak = tl.max(values, 0)
-    place = tl.min(tl.where(values == peak, tl.arange(0, CHUNK), CHUNK), 0)
-    tl.store(peaks + draw * num_chunks + chunk, peak)
-    tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)
+    peak = tl.max(best, 0)
+    places = best_strip * STRIP + lanes
+    place = tl.min(tl.where(best == peak, places, STRIPS * STRIP), 0)
+    tl.store(peaks + draw * num_parts + part, peak)
+    tl.store(peak_ids + draw * num_parts + part, first + place)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit
+def _rule_out(start, words, ids, vocab_size, first_token):
+    """Logits that a mask rules out become -inf; but infinity and NaN stay, to be noticed."""
+    inside = ids < vocab_size
+    values = tl.load(start + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    bits = first_token + ids
+    kept = ((tl.load(words + (bits >> 5), mask=inside, other=0) >> (bits & 31)) & 1) != 0
+    kept |= (values == float("inf")) | (values != values)
+    never = tl.full(ids.shape, -float("inf"), tl.float32).to(start.dtype.element_ty)
+    tl.store(start + ids, never, mask=inside & (kept == 0))
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_parts"])
 def _sum_kernel(
     logits,
     rows,
@@ -233,22 +318,23 @@ def _sum_kernel(
     stride,
     vocab_size,
     num_chunks,
+    num_parts,
     LIMITED: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    temperature = tl.load(temperatures + draw, cache_modifier=".cg")
+    row = tl.load(rows + draw, cache_modifier=".cg")
+    least = tl.load(log_min_p + draw, cache_modifier=".cg")
     wait_previous(PDL)
-    temperature = tl.load(temperatures + draw)
     if temperature > 0:
-        start = logits + tl.load(rows + draw) * stride
-        inside = ids < vocab_size
-        values = tl.load(start + ids, mask=inside, other=-float("inf"))
-        peak = row_peak(peaks, draw, num_chunks, CHUNKS)[0]
-        weights = weights_of(values, inside, draw, peak, temperature, log_min_p, limits, LIMITED)
+        values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
+        peak = row_peak(peaks, draw, num_parts, PARTS)[0]
+        weights = weights_of(values, draw, peak, temperature, least, limits, LIMITED)
         tl.store(sums + draw * num_chunks + chunk, tl.sum(weights, 0))
 
 
@@ -270,7 +356,9 @@ def _uniform(seed, sample_index, position):
     return (state >> 11).to(tl.float64) * tl.full((), 2.0**-53, tl.float64)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "first_chunk", "own_chunks", "first_token"])
+@triton.jit(
+    do_not_specialize=["num_chunks", "num_parts", "first_chunk", "own_chunks", "first_token"]
+)
 def _draw_kernel(
     logits,
     rows,
@@ -287,6 +375,7 @@ def _draw_kernel(
     stride,
     vocab_size,
     num_chunks,
+    num_parts,
     first_chunk,
     own_chunks,
     first_token,
@@ -295,20 +384,25 @@ def _draw_kernel(
     SHARDED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     draw = tl.program_id(0)
+    row = tl.load(rows + draw, cache_modifier=".cg")
+    temperature = tl.load(temperatures + draw, cache_modifier=".cg")
+    least = tl.load(log_min_p + draw, cache_modifier=".cg")
+    noise = _uniform(
+        tl.load(seeds + draw, cache_modifier=".cg"),
+        tl.load(sample_indices + draw, cache_modifier=".cg"),
+        tl.load(positions + draw, cache_modifier=".cg"),
+    )
     wait_previous(PDL)
-    peak, best = row_peak(peaks, draw, num_chunks, CHUNKS)
-    token = tl.load(peak_ids + draw * num_chunks + best).to(tl.int64)
+    peak, best = row_peak(peaks, draw, num_parts, PARTS)
+    token = tl.load(peak_ids + draw * num_parts + best).to(tl.int64)
     if not GREEDY:
-        temperature = tl.load(temperatures + draw)
+        chunks = tl.arange(0, CHUNKS)
         if temperature > 0:
-            noise = _uniform(
-                tl.load(seeds + draw), tl.load(sample_indices + draw), tl.load(positions + draw)
-            )
-            chunks = tl.arange(0, CHUNKS)
             places = sums + draw * num_chunks + chunks
             parts = tl.load(places, mask=chunks < num_chunks, other=0)
             ends = tl.cumsum(parts, 0)
@@ -321,12 +415,9 @@ def _draw_kernel(
                 is_own = (chunk >= first_chunk) & (chunk < first_chunk + own_chunks)
                 chunk = tl.where(is_own, chunk - first_chunk, 0)
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            inside = ids < vocab_size
-            start = logits + tl.load(rows + draw) * stride
-            values = tl.load(start + ids, mask=inside, other=-float("inf"))
-            weights = weights_of(
-                values, inside, draw, peak, temperature, log_min_p, limits, LIMITED
-            )
+            source = logits + row * stride + ids
+            values = tl.load(source, mask=ids < vocab_size, other=-float("inf"))
+            weights = weights_of(values, draw, peak, temperature, least, limits, LIMITED)
             passed = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
             token = (chunk * CHUNK + passed).to(tl.int64)
             if SHARDED:

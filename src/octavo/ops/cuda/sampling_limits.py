@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 from octavo.ops.cuda.pdl import allow_next, wait_previous
+from octavo.ops.cuda.sampling_shortlist import CAPACITY, has_limits
 from octavo.ops.cuda.sampling_weights import row_peak, scaled_logits, shares_of
+
+_CAPACITY = tl.constexpr(CAPACITY)
 
 
 @triton.jit
@@ -143,15 +146,14 @@ def _kth_largest(start, vocab_size, peak_key, top_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _last_of_top_p(
-    start, vocab_size, peak, peak_key, temperature, limit, top_p, BLOCK: tl.constexpr
+    start, vocab_size, peak, peak_key, temperature, limit, top_p, total, BLOCK: tl.constexpr
 ):
-    """The smallest logit whose more likely tokens, of those that pass `limit`, are below top_p."""
+    """The smallest logit whose more likely tokens, of those that pass `limit`, are below top_p.
+
+    total: what all that pass `limit` weigh."""
     dtype: tl.constexpr = start.dtype.element_ty
     exact_block: tl.constexpr = BLOCK // 4
     lowest = _lowest_key(dtype)
-    total = _exact_sums(
-        start, vocab_size, peak, temperature, limit, lowest, lowest, lowest, exact_block
-    )[0]
     wanted = top_p * total.to(tl.float64)
     rough = (wanted * 2.0**-40).to(tl.float32)
     least = peak + limit * temperature
@@ -187,7 +189,7 @@ def _last_of_top_p(
     return value_of_key(high.to(tl.int32), dtype)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "num_parts"])
 def find_limits(
     logits,
     rows,
@@ -197,16 +199,21 @@ def find_limits(
     log_min_p,
     peaks,
     limits,
+    totals,
+    lengths,
+    likely,
     stride,
     vocab_size,
     num_chunks,
+    num_parts,
     CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the least scaled logit and the least share (sampling_weights.py) of tokens to keep.
 
-    limits: float32 [num_draws, 2].
+    limits: float32 [num_draws, 2]. totals, lengths, likely: of Shortlists.
     """
     allow_next(PDL)
     draw = tl.program_id(0)
@@ -214,17 +221,35 @@ def find_limits(
     temperature = tl.load(temperatures + draw)
     top_k = tl.load(top_ks + draw)
     top_p = tl.load(top_ps + draw)
-    start = logits + tl.load(rows + draw) * stride
-    peak = row_peak(peaks, draw, num_chunks, CHUNKS)[0]
+    has_top_k, has_top_p = has_limits(temperature, top_k, top_p, vocab_size)
     limit = tl.load(log_min_p + draw)
     least_share = 0.0
-    # The key of the largest logit: float32 holds it exactly.
-    peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
-    if (temperature > 0) & (top_k > 0) & (top_k < vocab_size):
-        kth = _kth_largest(start, vocab_size, peak_key, top_k, BLOCK)
-        limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
-    if (temperature > 0) & (top_p < 1):
-        last = _last_of_top_p(start, vocab_size, peak, peak_key, temperature, limit, top_p, BLOCK)
-        least_share = shares_of(scaled_logits(last, peak, temperature))
+    if has_top_k | has_top_p:
+        length = tl.load(lengths + draw)
+        start = logits + tl.load(rows + draw) * stride
+        size = vocab_size
+        if length <= _CAPACITY:
+            start = likely + draw * _CAPACITY
+            size = length
+        peak = row_peak(peaks, draw, num_parts, PARTS)[0]
+        # The key of the largest logit: float32 holds it exactly.
+        peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
+        if has_top_k:
+            kth = _kth_largest(start, size, peak_key, top_k, BLOCK)
+            limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
+        if has_top_p:
+            if has_top_k:
+                every = _lowest_key(start.dtype.element_ty)
+                total = _exact_sums(
+                    start, size, peak, temperature, limit, every, every, every, BLOCK // 4
+                )[0]
+            else:
+                chunks = tl.arange(0, CHUNKS)
+                of_draw = totals + draw * num_chunks + chunks
+                total = tl.sum(tl.load(of_draw, mask=chunks < num_chunks, other=0), 0)
+            last = _last_of_top_p(
+                start, size, peak, peak_key, temperature, limit, top_p, total, BLOCK
+            )
+            least_share = shares_of(scaled_logits(last, peak, temperature))
     tl.store(limits + 2 * draw, limit)
     tl.store(limits + 2 * draw + 1, least_share)

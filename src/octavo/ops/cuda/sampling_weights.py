@@ -10,33 +10,35 @@ _NEVER = tl.constexpr(-60.0)  # exp of it, scaled, rounds to 0
 
 
 @triton.jit
-def row_peak(peaks, draw, num_chunks, CHUNKS: tl.constexpr):
-    """The largest logit of a draw's row and the lowest chunk that holds it."""
-    chunks = tl.arange(0, CHUNKS)
-    places = peaks + draw * num_chunks + chunks
-    values = tl.load(places, mask=chunks < num_chunks, other=-float("inf"))
+def row_peak(peaks, draw, num_parts, PARTS: tl.constexpr):
+    """The largest logit of a draw's row and the lowest part that holds it."""
+    parts = tl.arange(0, PARTS)
+    places = peaks + draw * num_parts + parts
+    values = tl.load(places, mask=parts < num_parts, other=-float("inf"))
     return tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
 
 
 @triton.jit
 def scaled_logits(values, peak, temperature):
-    """(logit - largest) / temperature: at most 0."""
-    return tl.div_rn(values.to(tl.float32) - peak, temperature)
+    """(logit - largest) * (1 / temperature): at most 0."""
+    return (values.to(tl.float32) - peak) * tl.div_rn(1.0, temperature)
 
 
 @triton.jit
 def shares_of(scaled):
     """exp(scaled) * 2 ** WEIGHT_BITS, float32; a token's weight is this, rounded down."""
-    return tl.exp(tl.maximum(scaled, _NEVER)) * _WEIGHT_SCALE
+    return tl.exp2(1.4426950408889634 * tl.maximum(scaled, _NEVER)) * _WEIGHT_SCALE
 
 
 @triton.jit
-def weights_of(values, inside, draw, peak, temperature, log_min_p, limits, LIMITED: tl.constexpr):
-    """int64 weights of some logits of a draw; 0 for what its limits leave out."""
+def weights_of(values, draw, peak, temperature, least, limits, LIMITED: tl.constexpr):
+    """int64 weights of some logits of a draw; 0 for -inf, and for what its limits leave out.
+
+    least: scaled logit of a token that min_p lets pass."""
     scaled = scaled_logits(values, peak, temperature)
-    kept = inside & (scaled >= tl.load(log_min_p + draw))
-    shares = shares_of(scaled)
     if LIMITED:
-        kept &= scaled >= tl.load(limits + 2 * draw)
-        kept &= shares >= tl.load(limits + 2 * draw + 1)
-    return tl.where(kept, shares, 0.0).to(tl.int64)
+        least = tl.maximum(least, tl.load(limits + 2 * draw))
+    shares = shares_of(tl.where(scaled >= least, scaled, _NEVER))
+    if LIMITED:
+        shares = tl.where(shares >= tl.load(limits + 2 * draw + 1), shares, 0.0)
+    return shares.to(tl.int64)

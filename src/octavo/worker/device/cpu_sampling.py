@@ -150,7 +150,7 @@ def token_weights(logits: Tensor, batch: SamplingBatch, top: Tensor) -> Tensor:
     """
     temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
     scaled = logits - top  # at most 0: any temperature is safe
-    scaled /= torch.from_numpy(temperature).unsqueeze(1)
+    scaled *= torch.from_numpy(np.float32(1) / temperature).unsqueeze(1)
     is_finite = top.isfinite()
     if not is_finite.all():
         scaled.masked_fill_(~is_finite, _NEVER)

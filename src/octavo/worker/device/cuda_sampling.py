@@ -9,17 +9,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, DeviceDraws, sample, sample_sharded
+from octavo.ops.cuda.sampling import (
+    FEW_DRAWS,
+    FEW_LIMITED,
+    SOME_DRAWS,
+    DeviceDraws,
+    sample,
+    sample_sharded,
+)
 from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, num_words
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
 from octavo.worker.staging import UploadStaging
 
-# Fields of DeviceDraws that say how a token is drawn.
+# Fields of DeviceDraws that say how a token is drawn. All but the last two are read early.
 _SETTINGS = (
-    *("temperature", "top_k", "top_p", "log_min_p", "seeds", "sample_indices", "positions"),
-    "mask_places",
+    *("temperature", "log_min_p", "seeds", "sample_indices", "positions", "mask_places"),
+    *("top_k", "top_p"),
 )
 
 
@@ -120,7 +127,7 @@ class CudaDrawer(Drawer):
         """See Drawer.compile."""
         whole = VocabularyShard.whole(vocabulary.size)
         edited = torch.zeros((1, vocabulary.size), dtype=torch.float32, device=logits.device)
-        for num_draws in (1, FEW_DRAWS + 1, FEW_LIMITED + 1):
+        for num_draws in (1, FEW_DRAWS + 1, SOME_DRAWS + 1, FEW_LIMITED + 1):
             zeros = torch.zeros(num_draws, dtype=torch.int64, device=logits.device)
             settings = dict.fromkeys(_SETTINGS, zeros) | {
                 "temperature": zeros.float(),
