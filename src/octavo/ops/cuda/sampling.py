@@ -110,15 +110,16 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
                 PARTS=parts,
                 **pdl,
             )
-            warps = 16 if num_draws <= FEW_LIMITED else 8
-            find_limits[(num_draws,)](
-                *(*asked, limits, *short[1:], *of_row),
-                CHUNKS=power_of_2(num_chunks),
-                PARTS=parts,
-                BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
-                num_warps=warps,
-                **pdl,
-            )
+            for is_short, warps in ((True, 8), (False, 16 if num_draws <= FEW_LIMITED else 8)):
+                find_limits[(num_draws,)](
+                    *(*asked, limits, *short[1:], *of_row),
+                    SHORT=is_short,
+                    CHUNKS=power_of_2(num_chunks),
+                    PARTS=parts,
+                    BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
+                    num_warps=warps,
+                    **pdl,
+                )
         setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
         _sum_kernel[(num_chunks, num_draws)](
             *(*setting, sums, *sizes, num_chunks, num_parts),

@@ -206,6 +206,7 @@ def find_limits(
     vocab_size,
     num_chunks,
     num_parts,
+    SHORT: tl.constexpr,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -214,6 +215,7 @@ def find_limits(
     """Write the least scaled logit and the least share (sampling_weights.py) of tokens to keep.
 
     limits: float32 [num_draws, 2]. totals, lengths, likely: of Shortlists.
+    SHORT: of draws that have a shortlist, which is read in place of the row; otherwise of others.
     """
     allow_next(PDL)
     draw = tl.program_id(0)
@@ -222,34 +224,37 @@ def find_limits(
     top_k = tl.load(top_ks + draw)
     top_p = tl.load(top_ps + draw)
     has_top_k, has_top_p = has_limits(temperature, top_k, top_p, vocab_size)
-    limit = tl.load(log_min_p + draw)
-    least_share = 0.0
-    if has_top_k | has_top_p:
-        length = tl.load(lengths + draw)
-        start = logits + tl.load(rows + draw) * stride
-        size = vocab_size
-        if length <= _CAPACITY:
-            start = likely + draw * _CAPACITY
-            size = length
-        peak = row_peak(peaks, draw, num_parts, PARTS)[0]
-        # The key of the largest logit: float32 holds it exactly.
-        peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
-        if has_top_k:
-            kth = _kth_largest(start, size, peak_key, top_k, BLOCK)
-            limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
-        if has_top_p:
-            if has_top_k:
-                every = _lowest_key(start.dtype.element_ty)
-                total = _exact_sums(
-                    start, size, peak, temperature, limit, every, every, every, BLOCK // 4
-                )[0]
+    has_any = has_top_k | has_top_p
+    length = tl.load(lengths + draw)
+    if (has_any & (length <= _CAPACITY)) == SHORT:
+        limit = tl.load(log_min_p + draw)
+        least_share = 0.0
+        if has_any:
+            if SHORT:
+                start = likely + draw * _CAPACITY
+                size = length
             else:
-                chunks = tl.arange(0, CHUNKS)
-                of_draw = totals + draw * num_chunks + chunks
-                total = tl.sum(tl.load(of_draw, mask=chunks < num_chunks, other=0), 0)
-            last = _last_of_top_p(
-                start, size, peak, peak_key, temperature, limit, top_p, total, BLOCK
-            )
-            least_share = shares_of(scaled_logits(last, peak, temperature))
-    tl.store(limits + 2 * draw, limit)
-    tl.store(limits + 2 * draw + 1, least_share)
+                start = logits + tl.load(rows + draw) * stride
+                size = vocab_size
+            peak = row_peak(peaks, draw, num_parts, PARTS)[0]
+            # The key of the largest logit: float32 holds it exactly.
+            peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
+            if has_top_k:
+                kth = _kth_largest(start, size, peak_key, top_k, BLOCK)
+                limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
+            if has_top_p:
+                if has_top_k:
+                    every = _lowest_key(start.dtype.element_ty)
+                    total = _exact_sums(
+                        start, size, peak, temperature, limit, every, every, every, BLOCK // 4
+                    )[0]
+                else:
+                    chunks = tl.arange(0, CHUNKS)
+                    of_draw = totals + draw * num_chunks + chunks
+                    total = tl.sum(tl.load(of_draw, mask=chunks < num_chunks, other=0), 0)
+                last = _last_of_top_p(
+                    start, size, peak, peak_key, temperature, limit, top_p, total, BLOCK
+                )
+                least_share = shares_of(scaled_logits(last, peak, temperature))
+        tl.store(limits + 2 * draw, limit)
+        tl.store(limits + 2 * draw + 1, least_share)
