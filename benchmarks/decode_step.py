@@ -12,6 +12,7 @@ no roofline: --models tiny-t5 shows that everything runs.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -92,6 +93,15 @@ def main() -> None:
         default=["none"],
         help="how projections are quantized; several are measured one after the other",
     )
+    parser.add_argument(
+        "--params",
+        nargs="*",
+        type=json.loads,
+        default=[{}],
+        metavar="JSON",
+        help="SamplingParams of all sequences, such as '{\"top_p\": 0.95}'; several are measured one "
+        "after the other",
+    )
     parser.add_argument("--tune-kernels", choices=get_args(KernelTuning), default="auto")
     arguments = parser.parse_args()
     if arguments.profile:
@@ -120,11 +130,11 @@ def main() -> None:
             tune_kernels=arguments.tune_kernels,
             max_model_len=max(2048, arguments.context + MAX_TOKENS),
         )
-        for batch in arguments.batches or BATCHES[model]:
+        for batch, params in product(arguments.batches or BATCHES[model], arguments.params):
             walls, device, encoding, num_hit = step_times(
                 engine,
                 batch,
-                TEMPERATURES.get(model, 0.0),
+                {"temperature": TEMPERATURES.get(model, 0.0), **params},
                 arguments.profile and f"{arguments.profile}.{model}",
                 arguments.context,
             )
@@ -134,6 +144,7 @@ def main() -> None:
             num_bytes += batch * kv_bytes_read(engine, arguments.context)
             share = num_bytes / bandwidth / wall
             details = [each for each in (model_impl, quantization) if each not in ("auto", "none")]
+            details += [f"{name} {value}" for name, value in params.items()]
             name = ", ".join([model, *details])
             if encoding:
                 results[f"{name}@{batch}, encoder"] = encoder_row(engine, model, batch, encoding)
@@ -228,7 +239,7 @@ def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) ->
 
 
 def step_times(
-    engine: Engine, batch: int, temperature: float, profile: str | None, context: int
+    engine: Engine, batch: int, params: dict[str, Any], profile: str | None, context: int
 ) -> tuple[list[float], float, list[float], float]:
     """Wall-clock seconds of each step; mean seconds of the device's work per step; seconds of the
     device's work in each step that ran an encoder; and how many experts a step hits in all layers.
@@ -247,7 +258,7 @@ def step_times(
         hit.append(result.num_hit_experts)
 
     engine.observers.append(note_encoder)
-    with decoding(engine, [length] * batch, temperature, MAX_TOKENS) as client:
+    with decoding(engine, [length] * batch, MAX_TOKENS, **params) as client:
         engine.observers[:] = [observe]
         moments = [time.perf_counter()]
         for _ in range(STEPS):

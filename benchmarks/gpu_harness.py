@@ -42,15 +42,14 @@ def make_engine(model: str, **options: Any) -> Engine:
 
 @contextmanager
 def decoding(
-    engine: Engine, lengths: Sequence[int], temperature: float, max_tokens: int
+    engine: Engine, lengths: Sequence[int], max_tokens: int, **asked: Any
 ) -> Iterator[LocalClient]:
     """Sequences with random prompts of these lengths that all decode, from WARM_UP steps on; in the
-    end their requests are aborted, and nothing is under way."""
+    end their requests are aborted, and nothing is under way. asked: SamplingParams of all."""
     client, rng = LocalClient(engine), random.Random(len(lengths))
     vocab_size = engine.model_config.vocab_size
-    params = SamplingParams(
-        temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False, seed=1
-    )
+    settled = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, "seed": 1}
+    params = SamplingParams(**{**asked, **settled})
     for length in lengths:
         prompt = [rng.randrange(vocab_size) for _ in range(length)]
         client.add_request(client.make_request(prompt, params))

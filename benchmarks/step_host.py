@@ -55,7 +55,7 @@ def step_row(engine: Engine, batch: int) -> dict[str, float]:
     rng = random.Random(batch)
     lengths = [PROMPT + rng.randrange(16) for _ in range(batch)]
     device: list[float] = []
-    with decoding(engine, lengths, 0.6, 2 * STEPS) as client:
+    with decoding(engine, lengths, 2 * STEPS, temperature=0.6) as client:
         engine.observers.append(lambda plan, result, _: device.append(result.compute_seconds))
         with Watch(Moment, "wait") as waiting, Watch(ModelRunner, "_stage") as staging:
             began = time.perf_counter()
