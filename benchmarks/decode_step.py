@@ -99,8 +99,7 @@ def main() -> None:
         type=json.loads,
         default=[{}],
         metavar="JSON",
-        help="SamplingParams of all sequences, such as '{\"top_p\": 0.95}'; several are measured one "
-        "after the other",
+        help="SamplingParams of all sequences; several are measured one after the other",
     )
     parser.add_argument("--tune-kernels", choices=get_args(KernelTuning), default="auto")
     arguments = parser.parse_args()

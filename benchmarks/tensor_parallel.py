@@ -112,7 +112,7 @@ def decode_row(
 ) -> dict[str, float]:
     """Steps with `batch` sequences of CONTEXT tokens; bandwidth: of all GPUs."""
     profile = arguments.profile and f"{arguments.profile}.{arguments.model}.{arguments.size}"
-    walls, device, _, _ = step_times(engine, batch, 0.0, profile, CONTEXT)
+    walls, device, _, _ = step_times(engine, batch, {"temperature": 0.0}, profile, CONTEXT)
     wall = statistics.fmean(walls)
     num_bytes = weight_bytes(engine, batch, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
     shape = StepShape(batch, batch, batch, batch * CONTEXT, 0, num_requests=batch)

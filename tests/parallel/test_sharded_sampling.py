@@ -63,7 +63,7 @@ def choose(
     assert torch.equal(part.nan_to_num(), before.nan_to_num())
     first, candidates = choice.first_tokens(), choice.candidates()
     failed = rows_not_finite(first, candidates)
-    return first.tolist(), choice.draws(), choice.logprobs, candidates, failed
+    return first.tolist(), choice.draws(), choice.logprobs(), candidates, failed
 
 
 def check(group: Ranks, logits: Tensor, batch: SamplingBatch, kernels: bool = False) -> None:

@@ -7,10 +7,9 @@ keys and values of its own; where there is an encoder, it runs again, too, with 
 Log-probabilities of tokens may differ by rounding alone. A key that is missing, stale or another
 request's changes them by much more.
 
-Where log-probabilities are asked for, the host waits for each step. Other requests, whose steps
-follow each other on the device, say nothing but their tokens: with the request's penalties, bias
-and limits, a greedy one must be the most likely one, and a random one that which its seed draws,
-but for what rounding changes.
+Requests that do not ask for log-probabilities, whose steps may continue on the device, say nothing
+but their tokens: with the request's penalties, bias and limits, a greedy one must be the most
+likely one, and a random one that which its seed draws, but for what rounding changes.
 
 How much rounding may change differs between models: experts are chosen otherwise, and inputs of
 products in FP8 fall to other numbers. So each result is computed a third time with random noise of

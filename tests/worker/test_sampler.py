@@ -19,7 +19,8 @@ from octavo.structured.constraint import Words, words_of
 from octavo.worker.device.base import Device
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import WEIGHT_BITS, invert, token_weights
-from octavo.worker.logit_edits import EditedRow
+from octavo.worker.logit_edits import EditedRow, edit_logits
+from octavo.worker.logprobs import score_tokens
 from octavo.worker.sampler import NO_TOKEN, Sampler, SamplingBatch, rows_not_finite
 
 
@@ -57,7 +58,7 @@ def sample(logits: Tensor, batch: SamplingBatch, masks: Words | None = None) -> 
     return Sampled(
         torch.from_numpy(first),
         choice.draws(),
-        choice.logprobs,
+        choice.logprobs(),
         candidates,
         rows_not_finite(first, candidates),
     )
@@ -403,6 +404,39 @@ def test_logits_are_left_unchanged() -> None:
 
 def logprobs_of(logits: Tensor) -> list[list[float]]:
     return logits.double().log_softmax(-1).tolist()
+
+
+def test_edits_and_log_probabilities_do_not_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing reads a tensor before the step has ended, nor uploads an array but by `upload`."""
+
+    def waits(*args: object, **options: object) -> None:
+        raise AssertionError("the host waits")
+
+    logits, drawn = torch.randn(6, 60), torch.tensor([3, 4, 5, 6])
+    spec = SamplingSpec(
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        logit_bias=LogitBias.of({7: 1.0}),
+        forced_tokens=((0, (4, 5)),),
+    )
+    wanted = score_tokens(logits, np.array([1, 2, 5]), drawn, [1, 2, 1], [0, 3, 1])
+    with monkeypatch.context() as patched:
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+            patched.setattr(Tensor, name, waits)
+        patched.setattr(torch, "tensor", waits)
+        edit_logits(logits.clone(), [EditedRow(0, spec, np.array([1, 2], np.int32), 2)])
+        scores = score_tokens(logits, np.array([1, 2, 5]), drawn, [1, 2, 1], [0, 3, 1])
+    assert scores.entries() == wanted.entries()
+    logprobs = logprobs_of(logits)
+    rows = [(1, 3), (2, 4), (2, 5), (5, 6)]
+    found = [entry for entries in scores.entries() for entry in entries]
+    assert [len(entry.top) for entry in found] == [0, 3, 3, 1]
+    for (row, token_id), entry in zip(rows, found, strict=True):
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(logprobs[row][token_id], abs=1e-5)
+        assert entry.rank == 1 + sum(each > logprobs[row][token_id] for each in logprobs[row])
 
 
 def test_logprobs_are_of_the_models_own_logits() -> None:

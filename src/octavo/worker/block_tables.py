@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops import CascadeSegments, Staging
 from octavo.worker.cascade import SegmentFinder
+from octavo.worker.staging import upload
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -191,8 +192,8 @@ class DeviceTables:
             indices = staging.put("table_index", where, _STAGED_ENTRIES, part="blocks")
             values = staging.put("table_value", block_ids, _STAGED_ENTRIES, part="blocks")
         else:
-            indices = torch.from_numpy(where).to(self._all.device)
-            values = torch.from_numpy(block_ids).to(self._all.device)
+            indices = upload(where, self._all.device)
+            values = upload(block_ids, self._all.device)
         return TableUpdate(self._all.view(-1), indices, values)
 
 

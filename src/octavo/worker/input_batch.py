@@ -9,7 +9,6 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
@@ -80,7 +79,7 @@ class PromptChunk:
     start: int  # the first position's place in the step's tokens
     num_read: int
     # int64 [num_read]: the prompt tokens that follow, to be scored; None: the states are pooled.
-    targets: Tensor | None
+    targets: Int64s | None
     num_top: int
 
 
@@ -272,7 +271,7 @@ class InputBatch:
             targets = None
             if not spec.pools_prompt:
                 following = self._token_ids[row, first + 1 : end + 1]
-                targets = torch.from_numpy(following.astype(np.int64))
+                targets = following.astype(np.int64)
             num_top = spec.num_prompt_logprobs or 0
             chunks.append(PromptChunk(plan.seq_ids[index], start, end - first, targets, num_top))
         return chunks

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import SamplingSpec
+from octavo.worker.staging import upload
 
 Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
 
 
 class TokenCounts:
@@ -100,7 +100,7 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     for row in rows:
         for number, token_ids in row.spec.forced_tokens:
             if number == len(row.token_ids) - row.num_prompt_tokens:
-                forced = torch.tensor(token_ids, device=logits.device)
+                forced = upload(np.array(token_ids, np.int64), logits.device)
                 # Certain, unless the row is NaN.
                 values = logits[row.index, forced].nan_to_num(torch.nan, 0.0, 0.0) * 0
                 logits[row.index].fill_(-torch.inf)
@@ -129,7 +129,7 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     # Beyond these limits float32 would overflow; clipping does not change the order of tokens.
     asked = [row.spec.repetition_penalty for row in rows]
     penalties = np.clip(asked, 1e-30, 1e30).astype(np.float32)[owners]
-    where, penalty = _index(logits, rows, owners, token_ids), _to(logits, penalties)
+    where, penalty = _index(logits, rows, owners, token_ids), upload(penalties, logits.device)
     values = logits[where]
     logits[where] = torch.where(values < 0, values * penalty, values / penalty)
 
@@ -141,8 +141,9 @@ def _penalise_counts(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     owners, token_ids, counts = _pairs(rows, outputs_only=True)
     frequency = np.array([row.spec.frequency_penalty for row in rows], np.float32)[owners]
     presence = np.array([row.spec.presence_penalty for row in rows], np.float32)[owners]
+    penalties = frequency * counts.astype(np.float32) + presence
     where = _index(logits, rows, owners, token_ids)
-    logits[where] -= _to(logits, frequency * counts.astype(np.float32) + presence)
+    logits[where] -= upload(penalties, logits.device)
 
 
 def _add_bias(logits: Tensor, rows: Sequence[EditedRow]) -> None:
@@ -152,7 +153,7 @@ def _add_bias(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     token_ids = [np.frombuffer(each.token_ids, np.int64) for each in added]
     biases = np.concatenate([np.frombuffer(each.biases, np.float32) for each in added])
     owners = np.repeat(np.arange(len(rows)), list(map(len, token_ids)))
-    logits[_index(logits, rows, owners, np.concatenate(token_ids))] += _to(logits, biases)
+    logits[_index(logits, rows, owners, np.concatenate(token_ids))] += upload(biases, logits.device)
 
 
 def _index(
@@ -160,8 +161,4 @@ def _index(
 ) -> tuple[Tensor, Tensor]:
     row_indices = np.array([row.index for row in rows], np.int64)[owners]
     device = logits.device
-    return torch.from_numpy(row_indices).to(device), torch.from_numpy(token_ids).to(device)
-
-
-def _to(logits: Tensor, values: Float32s) -> Tensor:
-    return torch.from_numpy(values).to(logits.device)
+    return upload(row_indices, device), upload(token_ids, device)

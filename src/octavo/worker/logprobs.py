@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
+from octavo.worker.staging import upload
+
+Int64s = NDArray[np.int64]
 
 _MAX_ELEMENTS = 1 << 24  # float32 logits held at once: 64 MiB
 
@@ -17,26 +24,71 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, _MAX_ELEMENTS // vocab_size)
 
 
-def gather_logprobs(
-    logits: Tensor, rows: Sequence[int], chosen: Sequence[Sequence[int]], num_top: Sequence[int]
-) -> list[list[TokenLogprobs]]:
-    """Score chosen tokens of some rows.
+class Scores(NamedTuple):
+    """Log-probabilities of some tokens of rows of logits, row by row; NaN if a row is not finite.
+    They may be on the device or, after `read_back`, on their way to the host."""
+
+    num_tokens: Sequence[int]  # of each row
+    num_top: Sequence[int]  # most likely tokens to be reported for each row
+    token_ids: Tensor  # int64 [all tokens]
+    logprobs: Tensor  # float32 [all tokens]
+    ranks: Tensor  # int64 [all tokens]: 1 is the most likely token
+    top_ids: Tensor  # int64 [num_rows, largest of num_top]
+    top_logprobs: Tensor  # float32, the same
+
+    def read_back(self, to_host: Callable[[Tensor], Tensor]) -> Scores:
+        """The same where the host finds it when the device has come so far."""
+        tensors = (to_host(each) for each in self[2:])
+        return Scores(self.num_tokens, self.num_top, *tensors)
+
+    def entries(self) -> list[list[TokenLogprobs]]:
+        """For each row one entry per token; only when the device has come so far."""
+        token_ids, logprobs, ranks, top_ids, top_logprobs = (each.tolist() for each in self[2:])
+        tops = [
+            tuple(zip(ids[:number], values[:number], strict=True))
+            for number, ids, values in zip(self.num_top, top_ids, top_logprobs, strict=True)
+        ]
+        owners = (row for row, number in enumerate(self.num_tokens) for _ in range(number))
+        entries = (
+            TokenLogprobs(token_id, logprob, rank, tops[owner])
+            for token_id, logprob, rank, owner in zip(
+                token_ids, logprobs, ranks, owners, strict=True
+            )
+        )
+        return [list(islice(entries, number)) for number in self.num_tokens]
+
+
+def score_tokens(
+    logits: Tensor,
+    rows: Int64s,
+    token_ids: Tensor,
+    num_tokens: Sequence[int],
+    num_top: Sequence[int],
+) -> Scores:
+    """Score tokens of some rows, without waiting for the device.
 
     Args:
         logits: floating [num_rows, vocab_size].
-        rows: rows of `logits`.
-        chosen: tokens of each of `rows`.
+        rows: rows of `logits`, at least one.
+        token_ids: int64 [sum of num_tokens], where the logits are.
+        num_tokens: how many of them belong to each of `rows`.
         num_top: how many of the most likely tokens to report for each of `rows`.
-
-    Returns:
-        For each of `rows` one entry per chosen token; NaN if the row is not finite.
     """
     step = rows_at_once(logits.shape[1])
-    result: list[list[TokenLogprobs]] = []
-    for first in range(0, len(rows), step):
-        part = slice(first, first + step)
-        result += _score(logits, rows[part], chosen[part], num_top[part])
-    return result
+    most = min(max(num_top), logits.shape[1])
+    ends = np.cumsum([0, *num_tokens])
+    parts = [
+        _score(
+            logits,
+            rows[i : i + step],
+            token_ids[ends[i] : ends[min(i + step, len(rows))]],
+            num_tokens[i : i + step],
+            most,
+        )
+        for i in range(0, len(rows), step)
+    ]
+    tensors = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Scores(num_tokens, num_top, token_ids, *tensors)
 
 
 def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -61,33 +113,22 @@ def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _score(
-    logits: Tensor, rows: Sequence[int], chosen: Sequence[Sequence[int]], num_top: Sequence[int]
-) -> list[list[TokenLogprobs]]:
-    if not rows:
-        return []
+    logits: Tensor, rows: Int64s, token_ids: Tensor, num_tokens: Sequence[int], most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `score_tokens` says of a few rows: the last four fields of Scores."""
     device = logits.device
-    scores = logits[torch.tensor(rows, device=device)].float()
+    scores = logits[upload(rows, device)].float()
     normaliser = scores.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
-
-    owners = [place for place, tokens in enumerate(chosen) for _ in tokens]
-    token_ids = [token_id for tokens in chosen for token_id in tokens]
-    owner_ids = torch.tensor(owners, device=device)
-    picked = scores[owner_ids, torch.tensor(token_ids, device=device)]
-    logprobs = (picked - normaliser[owner_ids, 0]).tolist()
-    # Few rows have several chosen tokens; the usual case needs no copy.
-    drawn_from = scores if len(owners) == len(rows) else scores[owner_ids]
-    ranks = ((drawn_from > picked.unsqueeze(1)).sum(dim=-1) + 1).tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
-    if max(num_top) > 0:
-        largest, top_ids = largest_of(scores, min(max(num_top), scores.shape[1]))
-        values = (largest - normaliser).tolist()
-        tops = [
-            tuple(zip(ids[:number], vals[:number], strict=True))
-            for number, ids, vals in zip(num_top, top_ids.tolist(), values, strict=True)
-        ]
-    entries = iter(
-        TokenLogprobs(token_id, logprob, rank, tops[owner])
-        for token_id, logprob, rank, owner in zip(token_ids, logprobs, ranks, owners, strict=True)
-    )
-    return [[next(entries) for _ in tokens] for tokens in chosen]
+    # Few rows have several tokens; the usual case needs no copy.
+    drawn_from, own_normaliser = scores, normaliser
+    if len(token_ids) != len(rows):
+        owners = upload(np.arange(len(rows)).repeat(num_tokens), device)
+        drawn_from, own_normaliser = scores[owners], normaliser[owners]
+    picked = drawn_from.gather(1, token_ids.unsqueeze(1))
+    logprobs = (picked - own_normaliser).squeeze(1)
+    ranks = (drawn_from > picked).sum(dim=-1) + 1
+    if not most:
+        return logprobs, ranks, token_ids.new_zeros((len(rows), 0)), scores[:, :0]
+    largest, top_ids = largest_of(scores, most)
+    return logprobs, ranks, top_ids, largest - normaliser

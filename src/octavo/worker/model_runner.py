@@ -5,8 +5,7 @@ starts all that the step needs, and returns. On a device that computes while the
 GPU), drawn tokens stay there for the next step, and are copied back for the host, which asks for
 them a step later. Where a row's next token follows from its text (penalties, bad words, grammars),
 the step is started, but its tokens are drawn only when those of the step before are known: by then
-the device computes, so that it need not wait for the host. The host waits where log-probabilities
-were asked for.
+the device computes, so that it need not wait for the host.
 """
 
 from __future__ import annotations

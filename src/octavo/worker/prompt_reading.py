@@ -15,16 +15,24 @@ from octavo.core.step import TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.input_batch import PromptChunk
-from octavo.worker.logprobs import gather_logprobs, rows_at_once
+from octavo.worker.logprobs import Int64s, Scores, rows_at_once, score_tokens
+from octavo.worker.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What a step has read, by sequence id; sums may still be on their way to the host."""
+    """What a step has read, by sequence id; it may still be on its way to the host."""
 
-    scores: dict[int, list[TokenLogprobs]]
+    scores: dict[int, list[Scores]]
     pooled_ids: list[int]
     sums: Tensor | None  # float32 [len(pooled_ids), hidden_size]
+
+    def scored(self) -> dict[int, list[TokenLogprobs]]:
+        """The log-probabilities, one after the other; only when the step has ended."""
+        return {
+            seq_id: [entry for part in parts for (entry,) in part.entries()]
+            for seq_id, parts in self.scores.items()
+        }
 
     def pooled(self) -> dict[int, NDArray[np.float32]]:
         """The sums; only when the step has ended."""
@@ -48,7 +56,7 @@ def read_prompts(
     if not chunks:
         return NOTHING
     scores = {
-        chunk.seq_id: _score(model, hidden, chunk, chunk.targets, vocabulary)
+        chunk.seq_id: _score(model, hidden, chunk, chunk.targets, vocabulary, to_host)
         for chunk in chunks
         if chunk.targets is not None
     }
@@ -76,19 +84,19 @@ def _score(
     model: CausalLM,
     hidden: Tensor,
     chunk: PromptChunk,
-    targets: Tensor,
+    targets: Int64s,
     vocabulary: VocabularyShard,
-) -> list[TokenLogprobs]:
+    to_host: Callable[[Tensor], Tensor],
+) -> list[Scores]:
     """Log-probabilities of a chunk's targets, one after the other."""
-    entries: list[TokenLogprobs] = []
-    token_ids = targets.tolist()
+    token_ids = upload(targets, hidden.device)
     # With a large vocabulary, the logits of a whole chunk would take gigabytes.
     step = rows_at_once(vocabulary.size)
+    parts = []
     for first in range(0, len(token_ids), step):
         part = token_ids[first : first + step]
-        begin = chunk.start + first
-        logits = vocabulary.gather(model.logits(hidden[begin : begin + len(part)]))
-        rows, tops = range(len(part)), [chunk.num_top] * len(part)
-        for entry in gather_logprobs(logits, rows, [[token] for token in part], tops):
-            entries += entry
-    return entries
+        begin, size = chunk.start + first, len(part)
+        logits = vocabulary.gather(model.logits(hidden[begin : begin + size]))
+        scores = score_tokens(logits, np.arange(size), part, [1] * size, [chunk.num_top] * size)
+        parts.append(scores.read_back(to_host))
+    return parts

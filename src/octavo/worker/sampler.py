@@ -30,7 +30,8 @@ from octavo.ops import Staging
 from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
-from octavo.worker.logprobs import gather_logprobs, largest_of
+from octavo.worker.logprobs import Scores, largest_of, score_tokens
+from octavo.worker.staging import upload
 
 Int64s = NDArray[np.int64]
 # Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.
@@ -176,7 +177,7 @@ class Choice:
         self._token_ids = token_ids
         self._is_delivered = is_delivered
         self._best: tuple[Tensor, Tensor] | None = None
-        self.logprobs: dict[int, list[TokenLogprobs]] = {}  # one entry per draw
+        self._scores: tuple[list[int], Scores] | None = None
         self._firsts = None if firsts is None else firsts[0]
         self._device_firsts = None if firsts is None else firsts[1]
 
@@ -196,8 +197,15 @@ class Choice:
         """Keep the candidates of expanded rows, best first: [num_rows, n] each."""
         self._best = (logprobs, token_ids)
 
+    def score(self, rows: list[int], scores: Scores) -> None:
+        """Keep the log-probabilities of what rows have drawn."""
+        self._scores = rows, scores
+
     def read_back(self, to_host: Callable[[Tensor], Tensor]) -> None:
         """Start the copies to the host."""
+        if self._scores is not None:
+            rows, scores = self._scores
+            self._scores = rows, scores.read_back(to_host)
         if not self._is_delivered:
             self._token_ids = to_host(self._token_ids)
         if self._best is not None:
@@ -218,6 +226,13 @@ class Choice:
         ends = np.append(self._firsts[1:], len(tokens)).tolist()
         pairs = zip(self._firsts.tolist(), ends, strict=True)
         return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
+
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """Of rows that asked for them: one entry per draw."""
+        if self._scores is None:
+            return {}
+        rows, scores = self._scores
+        return dict(zip(rows, scores.entries(), strict=True))
 
     def candidates(self) -> Candidates | None:
         """Those of the expanded rows, if there are any.
@@ -265,7 +280,7 @@ class Sampler:
         """
         batch, n = staged.batch, staged.batch.num_sampled
         words = None if masks is None else self.drawer.take_masks(masks)
-        scored = [row for row in batch.num_logprobs if row < n]
+        scored = sorted(row for row in batch.num_logprobs if row < n)
         own = logits
         if scored and words is not None:  # log-probabilities are the model's own
             own = logits.clone()
@@ -279,7 +294,7 @@ class Sampler:
                 self._redraw(token_ids, logits, staged, edited)
             choice = Choice(token_ids, staged.firsts)
             if scored:
-                choice.logprobs = self._score(own, staged, scored, token_ids)
+                choice.score(scored, self._score(own, staged, scored, token_ids))
         if batch.num_candidates:
             choice.expand(*self._expand(logits[n:], batch, words))
         return choice
@@ -308,11 +323,11 @@ class Sampler:
         for begin in range(0, len(edited), size):
             part = edited[begin : begin + size]
             rows = np.array([edit.index for edit in part])
-            own = logits[torch.from_numpy(rows).to(logits.device)]
+            own = logits[upload(rows, logits.device)]
             copy = self.vocabulary.gather(own).float()
             edit_logits(copy, [replace(edit, index=i) for i, edit in enumerate(part)])
             where, places = draws_of(rows, staged.owners)
-            index = torch.from_numpy(where).to(logits.device)
+            index = upload(where, logits.device)
             draws = self.drawer.select(staged.draws, rows, index, places)
             drawn = self.drawer.draw(copy, draws, self._whole)
             # No mask hides that the logits, as they were, are not finite.
@@ -356,17 +371,18 @@ class Sampler:
 
     def _score(
         self, logits: Tensor, staged: StagedSampling, rows: list[int], token_ids: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """The log-probabilities of rows that asked for them; waits for what was drawn."""
-        batch = staged.batch
-        tokens = np.maximum(token_ids.cpu().numpy(), 0)
-        chosen = [tokens[draws_of(np.array([row]), staged.owners)[0]].tolist() for row in rows]
-        num_top = [batch.num_logprobs[row] for row in rows]
-        places: Sequence[int] = rows
+    ) -> Scores:
+        """The log-probabilities of rows that asked for them; token_ids: of all rows."""
+        device = logits.device
+        places: Int64s = np.array(rows)
+        where, of_rows = draws_of(places, staged.owners)
+        drawn = token_ids[upload(where, device)].clamp(min=0)
+        num_drawn: list[int] = np.bincount(of_rows, minlength=len(rows)).tolist()
+        num_top = [staged.batch.num_logprobs[row] for row in rows]
         if not self.vocabulary.is_whole:
-            logits = self.vocabulary.gather(logits[torch.tensor(rows, device=logits.device)])
-            places = range(len(rows))
-        return dict(zip(rows, gather_logprobs(logits, places, chosen, num_top), strict=True))
+            logits = self.vocabulary.gather(logits[upload(places, device)])
+            places = np.arange(len(rows))
+        return score_tokens(logits, places, drawn, num_drawn, num_top)
 
 
 def best_of(
@@ -403,8 +419,8 @@ def _masked(places: NDArray[np.int32], words: Tensor) -> tuple[Tensor, Tensor] |
     rows = np.flatnonzero(places >= 0)
     if not len(rows):
         return None
-    index = torch.from_numpy(places[rows].astype(np.int64)).to(words.device)
-    return torch.from_numpy(rows).to(words.device), words[index]
+    index = upload(places[rows].astype(np.int64), words.device)
+    return upload(rows, words.device), words[index]
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

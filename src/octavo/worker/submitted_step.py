@@ -78,13 +78,13 @@ class SubmittedStep:
         if self.undrawn:  # of which nothing is known
             failed = [seq_id for seq_id in failed if seq_id not in self.undrawn]
         swaps = bool(plan.swap_out or plan.swap_in)
-        scores, pooled = self.read.scores, self.read.pooled()
+        scores, pooled = self.read.scored(), self.read.pooled()
         return StepResult(
             plan.step_id,
             first.tolist(),
             draws={ids[row]: tokens for row, tokens in choice.draws().items()},
             candidates=candidates,
-            logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
+            logprobs={ids[row]: entries for row, entries in choice.logprobs().items()},
             prompt_logprobs=scores,
             pooled=pooled,
             errors=logits_not_finite([*not_finite(scores, pooled), *failed]) | self.errors,

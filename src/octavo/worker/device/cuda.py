@@ -38,7 +38,7 @@ from octavo.worker.device.base import (
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
 from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
-from octavo.worker.staging import UploadStaging
+from octavo.worker.staging import UploadStaging, upload
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
 _NUM_RESULTS = 8  # of steps in flight, of which there are three at most
@@ -216,11 +216,7 @@ class CudaDevice(Device):
         copy_blocks(blocks, copies)
 
     def upload(self, values: NDArray[Any]) -> Tensor:
-        host = torch.from_numpy(values)
-        if not self._is_gpu:
-            return host
-        # From pinned memory, whose reuse the allocator delays until the copy is done.
-        return host.pin_memory().to(self.torch_device, non_blocking=True)
+        return upload(values, self.torch_device)
 
     def to_host(self, values: Tensor) -> Tensor:
         if not self._is_gpu:

@@ -21,7 +21,7 @@ from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_to
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, num_words
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
-from octavo.worker.staging import UploadStaging
+from octavo.worker.staging import UploadStaging, upload
 
 # Fields of DeviceDraws that say how a token is drawn. All but the last two are read early.
 _SETTINGS = (
@@ -92,7 +92,7 @@ class CudaDrawer(Drawer):
         self, draws: DeviceDraws, rows: Int64s, index: Tensor, owners: Int64s
     ) -> DeviceDraws:
         return DeviceDraws(
-            torch.from_numpy(owners).to(index.device),
+            upload(owners, index.device),
             **{name: getattr(draws, name)[index] for name in _SETTINGS},
             masks=self._masks,
             is_greedy=draws.is_greedy,
