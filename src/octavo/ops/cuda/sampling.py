@@ -83,44 +83,17 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     peaks = torch.empty((num_draws, num_parts), dtype=torch.float32, device=logits.device)
     peak_ids = torch.empty((num_draws, num_parts), dtype=torch.int32, device=logits.device)
     sums = torch.empty((num_draws, num_chunks), dtype=torch.int64, device=logits.device)
-    limits = torch.empty((num_draws, 2), dtype=torch.float32, device=logits.device)
     pdl = launch_options(logits.device)
     sizes = (logits.stride(0), vocab_size)
     parts = power_of_2(num_parts)
-    setting = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
+    masked = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
     _peak_kernel[(num_parts, num_draws)](
-        *setting, *sizes, num_parts, draws.masks.shape[1], 0, **cut.of_peaks, **pdl
+        *masked, *sizes, num_parts, draws.masks.shape[1], 0, **cut.of_peaks, **pdl
     )
+    limited = draws.is_limited and not draws.is_greedy
+    limits = _find_limits(logits, draws, cut, peaks) if limited else None
+    setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
     if not draws.is_greedy:
-        limited = draws.is_limited
-        if limited:
-            short = Shortlists.empty(num_draws, num_chunks, logits)
-            asked = (
-                *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
-                *(draws.log_min_p, peaks),
-            )
-            of_row = (*sizes, num_chunks, num_parts)
-            outline[(num_chunks, num_draws)](
-                *(*asked, *short[:3], *of_row), CHUNK=cut.chunk, PARTS=parts, **pdl
-            )
-            gather[(num_chunks, num_draws)](
-                *(*asked, short.amounts, short.lengths, short.logits, *of_row),
-                CHUNK=cut.chunk,
-                CHUNKS=power_of_2(num_chunks),
-                PARTS=parts,
-                **pdl,
-            )
-            for is_short, warps in ((True, 8), (False, 16 if num_draws <= FEW_LIMITED else 8)):
-                find_limits[(num_draws,)](
-                    *(*asked, limits, *short[1:], *of_row),
-                    SHORT=is_short,
-                    CHUNKS=power_of_2(num_chunks),
-                    PARTS=parts,
-                    BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
-                    num_warps=warps,
-                    **pdl,
-                )
-        setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
         _sum_kernel[(num_chunks, num_draws)](
             *(*setting, sums, *sizes, num_chunks, num_parts),
             LIMITED=limited,
@@ -128,9 +101,6 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
             PARTS=parts,
             **pdl,
         )
-    else:
-        limited = False
-        setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
     _draw_kernel[(num_draws,)](
         *setting,
         sums,
@@ -150,6 +120,42 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
         **pdl,
     )
     return token_ids
+
+
+def _find_limits(logits: Tensor, draws: DeviceDraws, cut: _Cut, peaks: Tensor) -> Tensor:
+    """The limits of top_k, top_p and min_p: see `find_limits`."""
+    num_draws, vocab_size = len(peaks), logits.shape[1]
+    num_chunks, num_parts = cut.num_chunks(vocab_size), cut.num_parts(vocab_size)
+    limits = torch.empty((num_draws, 2), dtype=torch.float32, device=logits.device)
+    short = Shortlists.empty(num_draws, num_chunks, logits)
+    asked = (
+        *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
+        *(draws.log_min_p, peaks),
+    )
+    sizes = (logits.stride(0), vocab_size, num_chunks, num_parts)
+    chunks, parts = power_of_2(num_chunks), power_of_2(num_parts)
+    pdl = launch_options(logits.device)
+    outline[(num_chunks, num_draws)](
+        *(*asked, *short[:3], *sizes), CHUNK=cut.chunk, PARTS=parts, **pdl
+    )
+    gather[(num_chunks, num_draws)](
+        *(*asked, short.amounts, short.lengths, short.logits, *sizes),
+        CHUNK=cut.chunk,
+        CHUNKS=chunks,
+        PARTS=parts,
+        **pdl,
+    )
+    for is_short, warps in ((True, 8), (False, 16 if num_draws <= FEW_LIMITED else 8)):
+        find_limits[(num_draws,)](
+            *(*asked, limits, *short[1:], *sizes),
+            SHORT=is_short,
+            CHUNKS=chunks,
+            PARTS=parts,
+            BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
+            num_warps=warps,
+            **pdl,
+        )
+    return limits
 
 
 def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularyShard) -> Tensor:
