@@ -1279,7 +1279,9 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ModelError, match=r"could not be fetched from the hub \(no route to the hub\)"):
+    with pytest.raises(
+        ModelError, match=r"could not be fetched from the hub \(no route to the hub\)"
+    ):
         resolve_model("org/name")
 
 

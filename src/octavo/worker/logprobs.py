@@ -120,14 +120,19 @@ def _score(
     scores = logits[upload(rows, device)].float()
     normaliser = scores.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
-    # Few rows have several tokens; the usual case needs no copy.
-    drawn_from, own_normaliser = scores, normaliser
-    if len(token_ids) != len(rows):
-        owners = upload(np.arange(len(rows)).repeat(num_tokens), device)
-        drawn_from, own_normaliser = scores[owners], normaliser[owners]
-    picked = drawn_from.gather(1, token_ids.unsqueeze(1))
-    logprobs = (picked - own_normaliser).squeeze(1)
-    ranks = (drawn_from > picked).sum(dim=-1) + 1
+    # Few rows have several tokens, but those may have thousands; the usual case needs no copy.
+    is_usual, step = len(token_ids) == len(rows), rows_at_once(scores.shape[1])
+    owners = upload(np.arange(len(rows)).repeat(num_tokens), device)
+    picked = scores[owners, token_ids]
+    logprobs = picked - normaliser[owners, 0]
+    parts = [slice(first, first + step) for first in range(0, len(token_ids), step)]
+    drawn_from = (scores if is_usual else scores[owners[part]] for part in parts)
+    ranks = torch.cat(
+        [
+            (values > picked[part].unsqueeze(1)).sum(dim=-1) + 1
+            for values, part in zip(drawn_from, parts, strict=True)
+        ]
+    )
     if not most:
         return logprobs, ranks, token_ids.new_zeros((len(rows), 0)), scores[:, :0]
     largest, top_ids = largest_of(scores, most)
