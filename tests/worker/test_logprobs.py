@@ -42,3 +42,26 @@ def test_a_row_with_many_draws_takes_no_more_memory_than_others(
         for token, entry in zip(tokens, scored[row], strict=True):
             assert entry.logprob == pytest.approx(wanted[token].item(), abs=1e-5)
             assert entry.rank == 1 + int((logits[row] > logits[row, token]).sum())
+
+
+def test_a_row_with_many_top_tokens_does_not_have_others_searched_as_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[tuple[int, int]] = []
+
+    def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        searched.append((len(scores), number))
+        return whole(scores, number)
+
+    whole = logprobs.largest_of
+    monkeypatch.setattr(logprobs, "largest_of", largest_of)
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(2))
+    num_top = [1, 500, 20, 0, 300, 5]
+    scores = score_tokens(logits, np.arange(6), torch.tensor([7] * 6), [1] * 6, num_top)
+    assert sorted(searched) == [(2, 500), (3, 20)]
+    for row, [entry] in enumerate(scores.entries()):
+        wanted, number = logits[row].log_softmax(dim=-1).sort(descending=True), num_top[row]
+        assert [token_id for token_id, _ in entry.top] == wanted.indices[:number].tolist()
+        assert [value for _, value in entry.top] == pytest.approx(
+            wanted.values[:number].tolist(), abs=1e-5
+        )

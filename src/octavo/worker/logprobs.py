@@ -17,11 +17,20 @@ from octavo.worker.staging import upload
 Int64s = NDArray[np.int64]
 
 _MAX_ELEMENTS = 1 << 24  # float32 logits held at once: 64 MiB
+_FEW_TOP = 16  # rows that ask for fewer than twice as many are searched together
 
 
 def rows_at_once(vocab_size: int) -> int:
     """How many rows of logits are scored together, so that long prompts need little memory."""
     return max(1, _MAX_ELEMENTS // vocab_size)
+
+
+class _Tops(NamedTuple):
+    """The most likely tokens of some rows that ask for about as many."""
+
+    rows: list[int]  # among those that are scored
+    token_ids: Tensor  # int64 [num_rows, as many as one of them asks for], best first
+    logprobs: Tensor  # float32, the same
 
 
 class Scores(NamedTuple):
@@ -33,27 +42,32 @@ class Scores(NamedTuple):
     token_ids: Tensor  # int64 [all tokens]
     logprobs: Tensor  # float32 [all tokens]
     ranks: Tensor  # int64 [all tokens]: 1 is the most likely token
-    top_ids: Tensor  # int64 [num_rows, largest of num_top]
-    top_logprobs: Tensor  # float32, the same
+    tops: list[_Tops]
 
     def read_back(self, to_host: Callable[[Tensor], Tensor]) -> Scores:
         """The same where the host finds it when the device has come so far."""
-        tensors = (to_host(each) for each in self[2:])
-        return Scores(self.num_tokens, self.num_top, *tensors)
+        return self._replace(
+            token_ids=to_host(self.token_ids),
+            logprobs=to_host(self.logprobs),
+            ranks=to_host(self.ranks),
+            tops=[
+                _Tops(rows, to_host(token_ids), to_host(logprobs))
+                for rows, token_ids, logprobs in self.tops
+            ],
+        )
 
     def entries(self) -> list[list[TokenLogprobs]]:
         """For each row one entry per token; only when the device has come so far."""
-        token_ids, logprobs, ranks, top_ids, top_logprobs = (each.tolist() for each in self[2:])
-        tops = [
-            tuple(zip(ids[:number], values[:number], strict=True))
-            for number, ids, values in zip(self.num_top, top_ids, top_logprobs, strict=True)
-        ]
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(self.num_tokens)
+        for rows, token_ids, logprobs in self.tops:
+            for row, ids, values in zip(rows, token_ids.tolist(), logprobs.tolist(), strict=True):
+                number = self.num_top[row]
+                tops[row] = tuple(zip(ids[:number], values[:number], strict=True))
         owners = (row for row, number in enumerate(self.num_tokens) for _ in range(number))
+        numbers = (each.tolist() for each in (self.token_ids, self.logprobs, self.ranks))
         entries = (
             TokenLogprobs(token_id, logprob, rank, tops[owner])
-            for token_id, logprob, rank, owner in zip(
-                token_ids, logprobs, ranks, owners, strict=True
-            )
+            for token_id, logprob, rank, owner in zip(*numbers, owners, strict=True)
         )
         return [list(islice(entries, number)) for number in self.num_tokens]
 
@@ -75,20 +89,20 @@ def score_tokens(
         num_top: how many of the most likely tokens to report for each of `rows`.
     """
     step = rows_at_once(logits.shape[1])
-    most = min(max(num_top), logits.shape[1])
     ends = np.cumsum([0, *num_tokens])
-    parts = [
-        _score(
-            logits,
-            rows[i : i + step],
-            token_ids[ends[i] : ends[min(i + step, len(rows))]],
-            num_tokens[i : i + step],
-            most,
-        )
-        for i in range(0, len(rows), step)
-    ]
-    tensors = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Scores(num_tokens, num_top, token_ids, *tensors)
+    logprobs, ranks, tops = [], [], list[_Tops]()
+    for first in range(0, len(rows), step):
+        end = min(first + step, len(rows))
+        part = slice(first, end)
+        scores = logits[upload(rows[part], logits.device)].float()
+        normaliser = scores.logsumexp(dim=-1, keepdim=True)
+        normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
+        own = token_ids[ends[first] : ends[end]]
+        of_tokens = _score(scores, normaliser, own, num_tokens[part])
+        logprobs.append(of_tokens[0])
+        ranks.append(of_tokens[1])
+        tops += _tops_of(scores, normaliser, num_top[part], first)
+    return Scores(num_tokens, num_top, token_ids, torch.cat(logprobs), torch.cat(ranks), tops)
 
 
 def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -113,27 +127,37 @@ def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _score(
-    logits: Tensor, rows: Int64s, token_ids: Tensor, num_tokens: Sequence[int], most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `score_tokens` says of a few rows: the last four fields of Scores."""
-    device = logits.device
-    scores = logits[upload(rows, device)].float()
-    normaliser = scores.logsumexp(dim=-1, keepdim=True)
-    normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
-    # Few rows have several tokens, but those may have thousands; the usual case needs no copy.
-    is_usual, step = len(token_ids) == len(rows), rows_at_once(scores.shape[1])
-    owners = upload(np.arange(len(rows)).repeat(num_tokens), device)
+    scores: Tensor, normaliser: Tensor, token_ids: Tensor, num_tokens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ranks of tokens; scores: float32, of rows that have so many each."""
+    owners = upload(np.arange(len(scores)).repeat(num_tokens), scores.device)
     picked = scores[owners, token_ids]
-    logprobs = picked - normaliser[owners, 0]
-    parts = [slice(first, first + step) for first in range(0, len(token_ids), step)]
-    drawn_from = (scores if is_usual else scores[owners[part]] for part in parts)
-    ranks = torch.cat(
-        [
-            (values > picked[part].unsqueeze(1)).sum(dim=-1) + 1
-            for values, part in zip(drawn_from, parts, strict=True)
-        ]
-    )
-    if not most:
-        return logprobs, ranks, token_ids.new_zeros((len(rows), 0)), scores[:, :0]
-    largest, top_ids = largest_of(scores, most)
-    return logprobs, ranks, top_ids, largest - normaliser
+    # Few rows have several tokens, but those may have thousands; the usual case needs no copy.
+    is_usual, step = len(token_ids) == len(scores), rows_at_once(scores.shape[1])
+    ranks = []
+    for first in range(0, len(token_ids), step):
+        part = slice(first, first + step)
+        drawn_from = scores if is_usual else scores[owners[part]]
+        ranks.append((drawn_from > picked[part].unsqueeze(1)).sum(dim=-1) + 1)
+    return picked - normaliser[owners, 0], torch.cat(ranks)
+
+
+def _tops_of(
+    scores: Tensor, normaliser: Tensor, num_top: Sequence[int], first_row: int
+) -> list[_Tops]:
+    """The most likely tokens of rows, of which the first one is `first_row`; a row that asks for
+    many does not have as many looked for in all others."""
+    alike: dict[int, list[int]] = {}
+    for row, number in enumerate(num_top):
+        if number > 0:
+            alike.setdefault(max(number, _FEW_TOP).bit_length(), []).append(row)
+    tops = []
+    for rows in alike.values():
+        index = upload(np.array(rows), scores.device)
+        own = scores if len(rows) == len(scores) else scores[index]
+        most = max(num_top[row] for row in rows)
+        largest, token_ids = largest_of(own, min(most, scores.shape[1]))
+        tops.append(
+            _Tops([first_row + row for row in rows], token_ids, largest - normaliser[index])
+        )
+    return tops
