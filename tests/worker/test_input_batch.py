@@ -353,6 +353,20 @@ def test_tokens_are_counted_again_where_one_was_rewritten() -> None:
     assert counted(batch, [1]) == {1: {0: 0, 1: 0, 2: 1}}
 
 
+def test_a_fork_does_not_count_again_what_its_parent_has_counted() -> None:
+    batch = make_batch()
+    spec = SamplingSpec(repetition_penalty=1.1)
+    plan = StepPlan(0, [1], [3], [1], [], opened=[opened(1, 3, spec)])
+    batch.apply(plan)
+    assert counted(batch, [1]) == {1: {0: 0, 1: 0, 2: 0}}
+    batch.fill(batch.advance(plan), np.array([7]))
+    writes = TokenWrites([2], [3], [2])
+    batch.apply(StepPlan(1, [], [], [], [], forks=[Fork(1, 2, 0)], token_writes=writes))
+    [entry] = batch.with_texts([2], batch.sampling_batch([2], []).edited)
+    assert entry.counts.num_counted == 3
+    assert counted(batch, [1, 2]) == {1: {0: 0, 1: 0, 2: 0, 7: 1}, 2: {0: 0, 1: 0, 2: 1}}
+
+
 def test_a_row_that_is_opened_again_has_an_empty_table() -> None:
     batch = make_batch()
     write = TableWrite(1, 0, 0, (7, 8, 9))

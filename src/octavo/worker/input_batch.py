@@ -469,7 +469,10 @@ class InputBatch:
         for child, (parent, _) in run.items():
             self._specs[child] = self._specs[parent]
             self._encoder_ids[child] = self._encoder_ids[parent]
+            counts = self._counts.get(parent)
             self._counts.pop(child, None)
+            if counts is not None:
+                self._counts[child] = counts.copy()
             self._masks.copy(child, int(parent))
 
     def _write_tokens(self, writes: TokenWrites) -> None:

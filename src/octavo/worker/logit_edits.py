@@ -35,6 +35,13 @@ class TokenCounts:
         self._counts = array("q")
         self._places: dict[int, int] = {}  # of the tokens, in both
 
+    def copy(self) -> TokenCounts:
+        """What was counted so far; both go on by themselves."""
+        twin = TokenCounts()
+        twin.num_counted, twin._places = self.num_counted, self._places.copy()
+        twin._token_ids, twin._counts = self._token_ids[:], self._counts[:]
+        return twin
+
     def take(self, text: NDArray[np.int32], num_prompt_tokens: int) -> None:
         """Count what is new in a text that begins with what was counted before."""
         output = max(self.num_counted, num_prompt_tokens)
