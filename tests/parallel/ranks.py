@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,18 +21,22 @@ from octavo.ops.connect import connect
 from octavo.parallel import Shard
 
 TIMEOUT = 300  # seconds; Triton's interpreter on a busy machine takes tens
-PRELOADED = ["torch", "numpy", "safetensors"]  # not octavo: the server has not our sys.path
+# It imports transformers and octavo, which would take each process seconds.
+PRELOADED = ["sharded"]
 
 
 class Ranks:
     """Owns `size` processes. Functions are called in all of them, and see their communicator.
 
-    The processes are forked from a server that has imported torch, which takes a few milliseconds.
+    The processes are forked from a server that has imported what functions need, which takes a few
+    milliseconds.
     """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for the first group
+            forkserver.ensure_running()
         self.size = size
         self.is_closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="octavo-ranks-"))
