@@ -75,7 +75,7 @@ def test_no_model_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [MANIFEST, "tokenizer.json"])
 def test_a_file_that_cannot_be_read(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where somebody else has installed octavo, and others may not read it."""
+    """As where another user has installed octavo, whose files this one may not read."""
     open_file = Path.open
 
     def refuse(path: Path, *args: Any, **options: Any) -> Any:

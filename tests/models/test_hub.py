@@ -19,7 +19,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError
 from octavo.models.hub import resolve_model
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PARTS = [f"BF16/Tiny-BF16-{i + 1:05}-of-00002.gguf" for i in range(2)]
 FILES = [
@@ -58,7 +58,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
 def test_a_directory_without_permission(mode: int) -> None:
-    """Root, who has every permission, is somebody else meanwhile."""
+    """Root, who has every permission, is another user meanwhile."""
     user = os.getuid()
     with tempfile.TemporaryDirectory() as top:
         directory = Path(top) / "model"
@@ -66,7 +66,7 @@ def test_a_directory_without_permission(mode: int) -> None:
         (directory / "config.json").write_text("{}")
         Path(top).chmod(0o755)
         directory.chmod(mode)
-        os.setresuid(user or NOBODY, user or NOBODY, user)
+        os.setresuid(user or UNPRIVILEGED, user or UNPRIVILEGED, user)
         try:
             with pytest.raises(ModelError, match=r"model': this user may not enter the dir"):
                 Tokenizer.find(resolve_model(str(directory)))
@@ -163,7 +163,7 @@ def test_a_hub_that_cannot_be_reached_and_nothing_in_the_cache(repository: Repos
 
 
 def test_a_file_that_only_the_repository_may_have(repository: Repository) -> None:
-    """Offline, nobody knows what it has."""
+    """Offline, it is not known what the repository has."""
     repository([], ["Tiny-Q8_0.gguf"])
     message = (
         r"the cache of the hub, which lists no files \(.*offline.*\), has no such file; .* are"

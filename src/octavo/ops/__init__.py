@@ -33,6 +33,7 @@ from octavo.ops.base import (
     Staging,
     StagingPart,
     cached_dtype,
+    upload,
 )
 from octavo.registry import ATTENTION_BACKENDS
 
@@ -109,4 +110,5 @@ __all__ = [
     "check_score_features",
     "load_backend",
     "make_backend",
+    "upload",
 ]

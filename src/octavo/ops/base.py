@@ -236,6 +236,15 @@ class HeadNorm(Protocol):
         """(norm of hidden [num_tokens, heads, head_dim], hidden)."""
 
 
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on a device, for what is about to be launched; the host does not wait for it."""
+    host = torch.from_numpy(values)
+    if device.type == "cpu":
+        return host
+    # From pinned memory, whose reuse the allocator delays until the copy is done.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 StagingPart = Literal["sequences", "tokens", "blocks"]
 """What arrays of a step grow with; the last with the blocks that are new in tables, or copied."""
 

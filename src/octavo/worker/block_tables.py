@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import CascadeSegments, Staging
+from octavo.ops import CascadeSegments, Staging, upload
 from octavo.worker.cascade import SegmentFinder
-from octavo.worker.staging import upload
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

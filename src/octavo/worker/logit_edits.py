@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import SamplingSpec
-from octavo.worker.staging import upload
+from octavo.ops import upload
 
 Int64s = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
-from octavo.worker.staging import upload
+from octavo.ops import upload
 
 Int64s = NDArray[np.int64]
 

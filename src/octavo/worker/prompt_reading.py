@@ -13,10 +13,10 @@ from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
 from octavo.models.base import CausalLM
+from octavo.ops import upload
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.input_batch import PromptChunk
 from octavo.worker.logprobs import Int64s, Scores, rows_at_once, score_tokens
-from octavo.worker.staging import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from octavo.core.step import Candidates, TokenLogprobs
 from octavo.errors import LogitsNotFinite, RequestFailed
-from octavo.ops import Staging
+from octavo.ops import Staging, upload
 from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import Scores, largest_of, score_tokens
-from octavo.worker.staging import upload
 
 Int64s = NDArray[np.int64]
 # Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.

@@ -1,4 +1,4 @@
-"""How small arrays reach a GPU: those of every step packed on the host, in one upload."""
+"""How a step's small arrays reach a GPU: packed on the host, in one upload."""
 
 from __future__ import annotations
 
@@ -22,15 +22,6 @@ _SEQ_BYTES = 256  # per sequence: rows and sampling parameters
 _TOKEN_BYTES = 32  # per token: ids and positions
 # Attention's work items, for each shape of layers: a constant part, and per sequence and token.
 _SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 256 << 10, 160, 48
-
-
-def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on a device, for what is about to be launched; the host does not wait for it."""
-    host = torch.from_numpy(values)
-    if device.type == "cpu":
-        return host
-    # From pinned memory, whose reuse the allocator delays until the copy is done.
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from octavo.ops.base import (
     LayerSpec,
     RotaryTable,
     Staging,
+    upload,
 )
 from octavo.ops.cuda import attention_prefill_hopper
 from octavo.ops.cuda.attention_cascade import CascadeConfig, cascade_attention, cascade_config
@@ -605,10 +606,8 @@ class TritonBackend:
         tokens = np.empty((len(inputs.positions), 2), np.int32)
         tokens[:, 0] = inputs.rows.numpy().repeat(inputs.lens.numpy())
         tokens[:, 1] = inputs.positions.numpy()
-        tables, uploaded = inputs.block_tables, torch.from_numpy(tokens.reshape(-1))
-        if tables[0].device.type == "cuda":
-            uploaded = uploaded.pin_memory().to(tables[0].device, non_blocking=True)
-        self._encoded = uploaded, tables
+        tables = inputs.block_tables
+        self._encoded = upload(tokens.reshape(-1), tables[0].device), tables
 
     def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
         assert self._encoded is not None, "plan_encoded() comes before write_encoded()"

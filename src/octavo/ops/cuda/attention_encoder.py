@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E, LayerSpec, RelativeBias
+from octavo.ops.base import LOG2_E, LayerSpec, RelativeBias, upload
 from octavo.ops.bidirectional import BidirectionalAttention
 from octavo.ops.cuda.attention_work_items import Int32s, parts_of
 from octavo.ops.cuda.devices import shared_memory
@@ -83,10 +83,8 @@ class TritonBidirectional(BidirectionalAttention):
         """See BidirectionalAttention.plan."""
         layer = next(iter(self._layers.values()))
         config = self._config(layer, dtype)
-        items = torch.from_numpy(encoder_items(np.array(lens, np.int32), config.queries))
-        if self._device.type == "cuda":
-            items = items.pin_memory().to(self._device, non_blocking=True)
-        self._items = items
+        items = encoder_items(np.array(lens, np.int32), config.queries)
+        self._items = upload(items, self._device)
 
     def attend(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See BidirectionalAttention.attend."""

@@ -14,8 +14,9 @@ The rule, for every kernel that is launched with `launch_options()`:
      embedding of the step's tokens (embedding.py): a kernel without the option, that waits for
      all before it, as the only one that precedes it in the step does (pending_tokens.py).
      Cached keys and values of earlier tokens are such, with the copies of blocks, and what the
-     encoder of a step has written. Kernels of one token's experts take tickets from a counter of
-     their own before they wait, and call `allow_next` no sooner than they have them (one_token.py).
+     encoder of a step has written. What draws ask for is complete before the head begins
+     (sampling.py). Kernels of one token's experts take tickets from a counter of their own before
+     they wait, and call `allow_next` no sooner than they have them (one_token.py).
   3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
      the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own

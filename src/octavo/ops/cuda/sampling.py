@@ -31,7 +31,7 @@ from torch import Tensor
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.sampling_limits import find_limits
 from octavo.ops.cuda.sampling_shortlist import Shortlists, gather, outline
-from octavo.ops.cuda.sampling_weights import row_peak, weights_of
+from octavo.ops.cuda.sampling_weights import load_early, row_peak, weights_of
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.vocabulary import VocabularyShard, pack
 
@@ -334,9 +334,7 @@ def _sum_kernel(
     allow_next(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    temperature = tl.load(temperatures + draw, cache_modifier=".cg")
-    row = tl.load(rows + draw, cache_modifier=".cg")
-    least = tl.load(log_min_p + draw, cache_modifier=".cg")
+    row, temperature, least = load_early(rows, temperatures, log_min_p, draw)
     wait_previous(PDL)
     if temperature > 0:
         values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
@@ -396,9 +394,7 @@ def _draw_kernel(
 ):
     allow_next(PDL)
     draw = tl.program_id(0)
-    row = tl.load(rows + draw, cache_modifier=".cg")
-    temperature = tl.load(temperatures + draw, cache_modifier=".cg")
-    least = tl.load(log_min_p + draw, cache_modifier=".cg")
+    row, temperature, least = load_early(rows, temperatures, log_min_p, draw)
     noise = _uniform(
         tl.load(seeds + draw, cache_modifier=".cg"),
         tl.load(sample_indices + draw, cache_modifier=".cg"),

@@ -12,11 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.pdl import allow_next, wait_previous
-from octavo.ops.cuda.sampling_shortlist import CAPACITY, has_limits
+from octavo.ops.cuda.sampling_shortlist import CAPACITY, load_limits
 from octavo.ops.cuda.sampling_weights import row_peak, scaled_logits, shares_of
 
 _CAPACITY = tl.constexpr(CAPACITY)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def _counts(start, vocab_size, a, b, c, BLOCK: tl.constexpr):
 def _rough_sums(start, vocab_size, peak, temperature, least, a, b, c, BLOCK: tl.constexpr):
     """`_exact_sums` / 2 ** WEIGHT_BITS, approximately: in float32, and several times as fast."""
     a, b, c = _values_of_keys(a, b, c, start.dtype.element_ty)
-    scale = 1.4426950408889634 / temperature  # for powers of 2
+    scale = _LOG2_E / temperature  # for powers of 2
     ids = tl.arange(0, BLOCK)
     in_a = tl.zeros((BLOCK,), tl.float32)
     in_b = in_a
@@ -221,9 +223,7 @@ def find_limits(
     draw = tl.program_id(0)
     wait_previous(PDL)
     temperature = tl.load(temperatures + draw)
-    top_k = tl.load(top_ks + draw)
-    top_p = tl.load(top_ps + draw)
-    has_top_k, has_top_p = has_limits(temperature, top_k, top_p, vocab_size)
+    top_k, top_p, has_top_k, has_top_p = load_limits(temperature, top_ks, top_ps, draw, vocab_size)
     has_any = has_top_k | has_top_p
     length = tl.load(lengths + draw)
     if (has_any & (length <= _CAPACITY)) == SHORT:

@@ -5,8 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.base import LOG2_E
+
+_LOG2_E = tl.constexpr(LOG2_E)
 _WEIGHT_SCALE = tl.constexpr(2.0**40)
 _NEVER = tl.constexpr(-60.0)  # exp of it, scaled, rounds to 0
+
+
+@triton.jit
+def load_early(rows, temperatures, log_min_p, draw):
+    """What a draw asks for and is complete before the wait (sampling.py): its row, its temperature,
+    and the scaled logit of the least likely token that min_p lets pass."""
+    return (
+        tl.load(rows + draw, cache_modifier=".cg"),
+        tl.load(temperatures + draw, cache_modifier=".cg"),
+        tl.load(log_min_p + draw, cache_modifier=".cg"),
+    )
 
 
 @triton.jit
@@ -27,7 +41,7 @@ def scaled_logits(values, peak, temperature):
 @triton.jit
 def shares_of(scaled):
     """exp(scaled) * 2 ** WEIGHT_BITS, float32; a token's weight is this, rounded down."""
-    return tl.exp2(1.4426950408889634 * tl.maximum(scaled, _NEVER)) * _WEIGHT_SCALE
+    return tl.exp2(tl.maximum(scaled, _NEVER) * _LOG2_E) * _WEIGHT_SCALE
 
 
 @triton.jit

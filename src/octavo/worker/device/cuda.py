@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.base import kernels_of
 from octavo.memory_budget import MemoryBudget, format_bytes
 from octavo.models.quantization import WeightKernels
-from octavo.ops import AttentionBackend, DecodeItems, Staging, load_backend
+from octavo.ops import AttentionBackend, DecodeItems, Staging, load_backend, upload
 from octavo.ops.communicator import Communicator
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
@@ -38,7 +38,7 @@ from octavo.worker.device.base import (
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
 from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
-from octavo.worker.staging import UploadStaging, upload
+from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
 _NUM_RESULTS = 8  # of steps in flight, of which there are three at most

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops import upload
 from octavo.ops.cuda.sampling import (
     FEW_DRAWS,
     FEW_LIMITED,
@@ -21,7 +22,7 @@ from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_to
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, num_words
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
-from octavo.worker.staging import UploadStaging, upload
+from octavo.worker.staging import UploadStaging
 
 # Fields of DeviceDraws that say how a token is drawn. All but the last two are read early.
 _SETTINGS = (
