@@ -54,6 +54,7 @@ from octavo.worker.device.base import Moment, PendingTokens
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.sampler import SamplingBatch
 
 LLExecutor = llguidance.LLExecutor
@@ -111,7 +112,7 @@ class Kept(PendingTokens):
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:
         pass
 
-    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
+    def keep(self, token_ids: Tensor, rows: Tensor, are_edited: bool) -> None:
         pass
 
 
@@ -141,7 +142,7 @@ class Clock(CpuDevice):
     def drawer(self, staging: Any, vocab_size: int) -> Picker:
         return Picker()
 
-    def pending_tokens(self, num_rows: int) -> Kept:
+    def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> Kept:
         return Kept()
 
 

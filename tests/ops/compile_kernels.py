@@ -519,6 +519,7 @@ def draws() -> None:
     """Greedy, random and limited draws, of whole rows, with masks; and what becomes of tokens."""
     from octavo.ops.base import DecodeItems
     from octavo.ops.cuda.embedding import embed
+    from octavo.ops.cuda.logit_edits import EditRecords
     from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
 
@@ -552,6 +553,15 @@ def draws() -> None:
     for shapes in (items[:1], items):
         begin_decodes(places[:1], zeros, zeros, places, zeros, zeros, shapes)
     embed(zeros, torch.zeros(size, 64, dtype=torch.bfloat16), 5, 8.0)
+    records = EditRecords(8, 4, size, torch.device("cpu"))
+    for num in (1, 3, 16):
+        records.count(np.zeros((num, 4), np.int32), 0)
+    assert len(variants["_count_kernel"]) == 1
+    records.copy([0], [1])
+    keep_tokens(zeros, places, zeros, records=records)
+    keep_tokens(zeros, places, zeros, zeros[:2], zeros[:1], (8, 1 + rows), records)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        records.edit(torch.zeros(rows, size, dtype=dtype), places, 0)
 
 
 def experts() -> None:

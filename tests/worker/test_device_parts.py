@@ -40,6 +40,7 @@ from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
+from octavo.worker.row_edits import RowEdits
 from octavo.worker.sampler import Choice, Sampler, rows_not_finite
 from octavo.worker.staging import UploadStaging
 from worker.fake_constraints import no_grammars
@@ -165,7 +166,7 @@ def test_the_largest_step_finds_room_in_the_staging(
     backend = kind(layers, places, cache, 16, cache.dtype)
     num_rows = 2 * num_seqs + 1
     tables = device_tables(16, [False, True], num_rows, 4)
-    batch = InputBatch(tables, num_rows, staging, no_grammars(num_rows, 100))
+    batch = InputBatch(tables, num_rows, staging, no_grammars(num_rows, 100), RowEdits(None))
     sampler = Sampler(CudaDevice(DEVICE).drawer(staging, 100), staging, VocabularyShard.whole(100))
     staging.begin()
     for lens in ([num_tokens], [1] * num_seqs):

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,17 +38,18 @@ from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
 from octavo.ops.cuda import attention_decode, block_copy, sampling, sampling_candidates
 from octavo.ops.cuda.attention_cascade import cascade_attention
+from octavo.ops.cuda.logit_edits import EditRecords
 from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, SOME_DRAWS, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import NUMBERS, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
-from octavo.worker import cascade, model_runner, sampler
+from octavo.worker import cascade, model_runner
 from octavo.worker.device import cuda, cuda_sampling
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.device.cuda import CudaDevice
+from octavo.worker.device.cuda_edits import CudaEdits
 from octavo.worker.device.cuda_memory import largest_steps
 from octavo.worker.graphs import Graphs
-from octavo.worker.logit_edits import EditedRow
 from octavo.worker.model_runner import Captured, ModelRunner
 from octavo.worker.sampler import DrawMode, SamplingBatch
 from octavo.worker.worker import _refused
@@ -55,6 +57,7 @@ from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel
 from worker.late_masks import Gate
 
 HAS_GPU = torch.cuda.is_available()
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 # The interpreter takes most of a minute, and other tests see each of its parts.
 slow_if_interpreted = pytest.mark.gpu if HAS_GPU else pytest.mark.slow
@@ -216,6 +219,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
         (prompt(30, 1), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
         (prompt(5, 2), SamplingParams(temperature=1, seed=3, max_tokens=12)),
         (prompt(12, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=6, top_p=0.9)),
+        (prompt(7, 3), SamplingParams(temperature=2, seed=5, n=2, max_tokens=6, **PENALTIES)),
         (prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=5)),
         (prompt(3, 5), SamplingParams(temperature=0, max_tokens=7, repetition_penalty=1.5)),
         (prompt(4, 6), SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 1.5, 6: -2.0})),
@@ -249,7 +253,10 @@ def test_steps_that_continue_are_not_planned(name: str, monkeypatch: pytest.Monk
     asks = [
         (prompt(3, 1), SamplingParams(temperature=0, max_tokens=19, ignore_eos=True)),
         (prompt(13, 2), SamplingParams(temperature=1, seed=3, max_tokens=9, ignore_eos=True)),
-        (prompt(6, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=5, ignore_eos=True)),
+        (
+            prompt(6, 3),
+            SamplingParams(seed=4, n=2, max_tokens=5, ignore_eos=True, **PENALTIES),
+        ),
     ]
     for ask in (*([each] for each in asks), asks) if HAS_GPU else [asks]:
         planned.clear()
@@ -441,6 +448,8 @@ def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
     monkeypatch.setattr(cuda_sampling, "sample", drawn)
     monkeypatch.setattr(cuda_sampling, "best_tokens", found)
     monkeypatch.setattr(cuda, "copy_blocks", lambda *_: launched.add(("copy", 1)))
+    for name in ("copy", "open", "count"):
+        monkeypatch.setattr(EditRecords, name, lambda *_, name=name: launched.add(("record", name)))
     executor = overlapped.executor
     assert isinstance(executor, CudaExecutor)
     runner = executor.runner
@@ -460,6 +469,7 @@ def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
     expected |= {("best", number) for number in NUMBERS}
     # Of prompts whose tokens are scored, the head has as many rows as a step has tokens.
     expected |= {("head", number) for number in (1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK)}
+    expected |= {("record", name) for name in ("copy", "open", "count")}
     assert launched == expected | {("copy", 1), ("sizes", (1, 2))}
 
 
@@ -492,7 +502,7 @@ def test_kernels_of_all_steps_are_compiled_before_any_step(
     drawn = set[Any]()
     monkeypatch.setattr(runner, "_forward", forwarded)
     monkeypatch.setattr(
-        runner, "_draw_captured", lambda mode, rows: drawn.add((mode, (len(rows) - 1).bit_length()))
+        runner, "_draw_captured", lambda kind, rows: drawn.add((kind, (len(rows) - 1).bit_length()))
     )
     with torch.inference_mode():
         runner._launch_steps((1, 2, 3, 4))
@@ -507,7 +517,8 @@ def test_kernels_of_all_steps_are_compiled_before_any_step(
         (programs, has_cascade) for programs in (1, 2) for has_cascade in (False, True)
     }
     assert whole == [1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK]
-    assert drawn == {(mode, kind) for mode in get_args(DrawMode) for kind in range(3)}
+    kinds = product(get_args(DrawMode), (False, True))
+    assert drawn == set(product(kinds, range(3)))
 
 
 def test_the_encoders_kernels_are_compiled_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,10 +614,11 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
     model_config = overlapped.model_config
     copied = []
 
-    def edit(logits: torch.Tensor, rows: list[EditedRow]) -> None:
-        copied.append((len(logits), logits.dtype))
+    def edit(edits: CudaEdits, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        copied.append(len(logits))
+        return logits.float()
 
-    monkeypatch.setattr(sampler, "edit_logits", edit)
+    monkeypatch.setattr(CudaEdits, "edit", edit)
     runner = CudaExecutor(overlapped.config, model_config).runner
     short, prompts, draws = largest_steps(overlapped.config, model_config, [8])
     assert len(short.seq_ids) == 1
@@ -616,7 +628,7 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
         assert len(result.token_ids) == len(plan.sampled)
     scheduler = overlapped.config.scheduler
     assert prompts.num_tokens == scheduler.max_num_batched_tokens
-    assert copied[-1] == (scheduler.max_num_seqs, torch.float32)
+    assert copied[-1] == scheduler.max_num_seqs
 
 
 def test_memory_is_measured_with_the_largest_inputs_of_an_encoder() -> None:

@@ -23,6 +23,7 @@ from octavo.ops import HostStaging
 from octavo.structured.constraint import num_words, words_of
 from octavo.worker.block_tables import BlockTables
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.row_edits import RowEdits
 from worker.fake_constraints import no_grammars, rising_masks
 
 VOCAB_SIZE = 100
@@ -190,7 +191,9 @@ class PlanMaker:
 
 def make_batch(num_groups: int = 1) -> InputBatch:
     tables = BlockTables([BLOCK_SIZE] * num_groups, NUM_ROWS)
-    return InputBatch(tables, NUM_ROWS, HostStaging(), no_grammars(NUM_ROWS, VOCAB_SIZE))
+    return InputBatch(
+        tables, NUM_ROWS, HostStaging(), no_grammars(NUM_ROWS, VOCAB_SIZE), RowEdits(None)
+    )
 
 
 def check(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
@@ -428,7 +431,9 @@ def test_arrays_have_the_types_that_models_and_backends_rely_on() -> None:
 )
 def test_only_draws_that_follow_from_the_text_wait_for_it(spec: SamplingSpec, needs: bool) -> None:
     tables = BlockTables([BLOCK_SIZE], NUM_ROWS)
-    batch = InputBatch(tables, NUM_ROWS, HostStaging(), rising_masks(NUM_ROWS, VOCAB_SIZE))
+    batch = InputBatch(
+        tables, NUM_ROWS, HostStaging(), rising_masks(NUM_ROWS, VOCAB_SIZE), RowEdits(None)
+    )
     opened = OpenedRow(7, (1, 2), 2, 0, spec, 0, 0)
     plan = StepPlan(0, [7], [2], [7], [], opened=[opened], table_writes=[TableWrite(7, 0, 0, (1,))])
     batch.apply(plan)

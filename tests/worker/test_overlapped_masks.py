@@ -37,6 +37,7 @@ from octavo.worker.device.base import PendingTokens
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.sampler import SamplingBatch
 from worker.late_masks import Gate
 
@@ -72,7 +73,7 @@ class Pending(PendingTokens):
     def fill(self, input_ids: Tensor, rows: Tensor) -> None:
         input_ids.copy_(torch.where(input_ids < 0, self._last[rows.long()], input_ids))
 
-    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
+    def keep(self, token_ids: Tensor, rows: Tensor, are_edited: bool) -> None:
         self._last[rows.long()] = token_ids
 
 
@@ -88,7 +89,7 @@ class OverlappingDevice(CpuDevice):
     def drawer(self, staging: Any, vocab_size: int) -> Drawer:
         return Drawer(self.drawing_threads)
 
-    def pending_tokens(self, num_rows: int) -> Pending:
+    def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> Pending:
         return Pending(num_rows)
 
 

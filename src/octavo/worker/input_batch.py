@@ -21,6 +21,7 @@ from octavo.worker.mask_rules import (
     has_mask_at,
     mask_follows_text,
 )
+from octavo.worker.row_edits import RowEdits
 from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
 from octavo.worker.sampler import SamplingBatch
 
@@ -29,7 +30,7 @@ Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
 # Bits of `flags`.
-_EDITS, _LOGPROBS, _READ, _FIRST_MASKS, _TEXT, _MASK = 1, 2, 4, 8, 16, 32
+_EDITS, _LOGPROBS, _READ, _FIRST_MASKS, _TEXT, _MASK, _RECORD = 1, 2, 4, 8, 16, 32, 64
 
 # A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
@@ -101,6 +102,7 @@ class InputBatch:
         num_rows: int,
         staging: Staging,
         masks: RowMasks,
+        edits: RowEdits,
         has_encoder: bool = False,
     ) -> None:
         """
@@ -109,6 +111,7 @@ class InputBatch:
             num_rows: the most rows that may be open at once, plus row 0, which is for padding.
             staging: where attention stages its arrays.
             masks: of as many rows.
+            edits: of the rows whose logits the device edits.
             has_encoder: whether rows have encoder inputs, which layers read.
         """
         self._has_encoder = has_encoder
@@ -116,6 +119,7 @@ class InputBatch:
         self._tables = tables
         self._staging = staging
         self._masks = masks
+        self._edits = edits
         self._row_of: dict[int, int] = {}
         self._known_rows = list[int](), np.zeros(0, np.int64)  # see rows_of
         self._free_rows = list(range(num_rows - 1, 0, -1))
@@ -123,7 +127,7 @@ class InputBatch:
         self._rows["num_computed"][0] = -1  # so that a padding token has a context of 0
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
-        # Of rows whose edits follow their texts, by row, as far as these were counted.
+        # Of rows that the host edits by their texts, by row, as far as these were counted.
         self._counts: dict[int, TokenCounts] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -242,6 +246,7 @@ class InputBatch:
             positions=state["num_tokens"],
             num_draws=np.where(at_prompt_end, state["num_draws"], 1),
             mask_places=mask_places,
+            has_records=bool((flags[: len(sampled)] & _RECORD).any()),
             edited=self._edited_rows(rows, state),
             num_logprobs={
                 index: self._spec(rows[index]).num_logprobs or 0
@@ -277,8 +282,9 @@ class InputBatch:
         return chunks
 
     def are_plain(self, seq_ids: Sequence[int]) -> bool:
-        """Whether nothing of these sequences asks for more than to draw a token."""
-        return not self._rows["flags"][self.rows_of(seq_ids)].any()
+        """Whether the host has nothing to do for these sequences but to draw a token."""
+        flags = self._rows["flags"][self.rows_of(seq_ids)]
+        return bool((flags | _RECORD == _RECORD).all())
 
     def awaits_tokens(self, plan: StepPlan) -> bool:
         """Whether a token depends on the text so far, of which the host does not know all yet."""
@@ -308,6 +314,14 @@ class InputBatch:
     def start_masks_ahead(self, seq_ids: Sequence[int]) -> None:
         """See RowMasks.start_ahead. All tokens of these sequences are known."""
         self._masks.start_ahead(self.masked_rows(seq_ids), self._token_ids)
+
+    def prepare_edits(self) -> None:
+        """See RowEdits.prepare."""
+        self._edits.prepare()
+
+    def carry_out_edits(self) -> None:
+        """See RowEdits.carry_out: what `apply` has changed."""
+        self._edits.carry_out()
 
     def waiting(self) -> frozenset[int]:
         """Sequences whose masks were late when a token was to be drawn, and still are."""
@@ -406,6 +420,7 @@ class InputBatch:
         self._specs[row] = None
         self._encoder_ids[row] = ()
         self._counts.pop(row, None)
+        self._edits.close(row)
         self._masks.close(row)
         self._free_rows.append(row)
 
@@ -419,9 +434,11 @@ class InputBatch:
         self._specs[row] = spec
         self._encoder_ids[row] = opened.encoder_token_ids
         self._masks.open(row, spec)
-        flags = _EDITS if has_edits(spec) else 0
+        text = self._token_ids[row, :num_tokens]
+        flags = _RECORD if self._edits.open(row, spec, text, opened.num_prompt_tokens) else 0
         flags |= _MASK if has_mask(spec) else 0
-        flags |= _TEXT if follows_text(spec) or mask_follows_text(spec) else 0
+        flags |= _TEXT if mask_follows_text(spec) else 0
+        flags |= 0 if flags & _RECORD else _host_flags(spec)
         flags |= _LOGPROBS if spec.num_logprobs is not None else 0
         flags |= _READ if spec.reads_prompt else 0
         flags |= _FIRST_MASKS if has_first_masks(spec) else 0
@@ -474,6 +491,8 @@ class InputBatch:
             if counts is not None:
                 self._counts[child] = counts.copy()
             self._masks.copy(child, int(parent))
+        for child in self._edits.copy(children.tolist(), parents.tolist()):
+            self._edit_on_host(child)
 
     def _write_tokens(self, writes: TokenWrites) -> None:
         if not writes.seq_ids:
@@ -481,6 +500,7 @@ class InputBatch:
         rows, positions = self.rows_of(writes.seq_ids), np.array(writes.positions, np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
         is_new = self._token_ids[rows, positions] != writes.token_ids
+        self._rewrite_records(rows, writes)
         # Where indices repeat, the last assignment wins: writes take effect in order.
         self._token_ids[rows, positions] = writes.token_ids
         self._rows["num_tokens"][rows] = positions + 1
@@ -498,6 +518,22 @@ class InputBatch:
             num_kept = int(positions[i]) - num_prompt + (not is_new[i])
             self._masks.rewind(int(rows[i]), num_kept)
 
+    def _rewrite_records(self, rows: Int64s, writes: TokenWrites) -> None:
+        """Write the tokens of rows that have records, which learn of them, one after the other."""
+        state, lengths = self._rows.take(rows), self._rows["num_tokens"]
+        for i in np.flatnonzero(state["flags"] & _RECORD).tolist():
+            row, num_prompt = int(rows[i]), int(state["num_prompt"][i])
+            position, token_id = writes.positions[i], writes.token_ids[i]
+            old = self._token_ids[row, max(position, num_prompt) : lengths[row]]
+            if not self._edits.rewrite(row, old, [token_id] if position >= num_prompt else []):
+                self._edit_on_host(row)
+            self._token_ids[row, position], lengths[row] = token_id, position + 1
+
+    def _edit_on_host(self, row: int) -> None:
+        """The host edits a row's logits from now on, which the device did."""
+        flags = self._rows["flags"]
+        flags[row] = flags[row] ^ _RECORD | _host_flags(self._spec(row))
+
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
         if not writes:
             return
@@ -511,3 +547,8 @@ class InputBatch:
 
     def _reserve_tokens(self, num_tokens: int) -> None:
         self._token_ids = widen(self._token_ids, num_tokens)
+
+
+def _host_flags(spec: SamplingSpec) -> int:
+    """Flags of a row whose logits the host edits, if they are edited."""
+    return (_EDITS if has_edits(spec) else 0) | (_TEXT if follows_text(spec) else 0)

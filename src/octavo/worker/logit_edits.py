@@ -94,6 +94,12 @@ def follows_text(spec: SamplingSpec) -> bool:
     return bool(spec.presence_penalty or spec.frequency_penalty or spec.repetition_penalty != 1.0)
 
 
+def repetition_penalty(spec: SamplingSpec) -> float:
+    """The penalty of repetition, as far as logits in float32 do not overflow; beyond these limits
+    the order of tokens would be the same."""
+    return min(max(spec.repetition_penalty, 1e-30), 1e30)
+
+
 def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     """Edit rows of `logits` (float32 [num_rows, vocab_size]) in place."""
     if not rows:
@@ -133,9 +139,8 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     if not rows:
         return
     owners, token_ids, _ = _pairs(rows, outputs_only=False)
-    # Beyond these limits float32 would overflow; clipping does not change the order of tokens.
-    asked = [row.spec.repetition_penalty for row in rows]
-    penalties = np.clip(asked, 1e-30, 1e30).astype(np.float32)[owners]
+    asked = [repetition_penalty(row.spec) for row in rows]
+    penalties = np.array(asked, np.float32)[owners]
     where, penalty = _index(logits, rows, owners, token_ids), upload(penalties, logits.device)
     values = logits[where]
     logits[where] = torch.where(values < 0, values * penalty, values / penalty)

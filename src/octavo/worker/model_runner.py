@@ -3,9 +3,9 @@
 There is one way for every device. `submit` puts a step's small arrays where the device finds them,
 starts all that the step needs, and returns. On a device that computes while the host goes on (a
 GPU), drawn tokens stay there for the next step, and are copied back for the host, which asks for
-them a step later. Where a row's next token follows from its text (penalties, bad words, grammars),
-the step is started, but its tokens are drawn only when those of the step before are known: by then
-the device computes, so that it need not wait for the host.
+them a step later. Where the host must know a row's text before its next token is drawn (bad words,
+grammars), the step is started, but its tokens are drawn only when those of the step before are
+known: by then the device computes, so that it need not wait for the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import product, starmap
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -59,9 +59,11 @@ from octavo.worker.input_batch import (
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.logprobs import rows_at_once
 from octavo.worker.prompt_reading import read_prompts
+from octavo.worker.row_edits import RowEdits
 from octavo.worker.row_masks import MaskedRows, PendingMasks, RowMasks
 from octavo.worker.sampler import (
     Choice,
+    DrawKind,
     DrawMode,
     Sampler,
     StagedSampling,
@@ -71,6 +73,7 @@ from octavo.worker.submitted_step import SubmittedStep
 Integer = TypeVar("Integer", bound=np.integer[Any])
 # Rows up to which kernels of the head depend on their number in steps that are not padded.
 _FEW_ROWS = 64
+_DRAW_KINDS = list(starmap(DrawKind, product(get_args(DrawMode), (False, True))))
 _MOST_VARIED = 1025  # tokens up to which kernels of layers depend on their number
 
 
@@ -185,11 +188,14 @@ class ModelRunner:
             model_config.num_kv_heads, model_config.head_dim, self.kv_cache.blocks.itemsize
         )
         tables = _make_tables(layout, block_size, num_rows, self._longest, device, least_saved)
-        self._batch = InputBatch(tables, num_rows, self._staging, masks, encoder is not None)
         vocabulary = VocabularyShard(vocab_size, communicator)
+        edits = device.edits(num_rows, scheduler.max_num_seqs, vocabulary)
+        self._batch = InputBatch(
+            *(tables, num_rows, self._staging, masks, RowEdits(edits)), encoder is not None
+        )
         drawer = device.drawer(self._draw_staging, vocab_size)
-        self._sampler = Sampler(drawer, self._draw_staging, vocabulary)
-        self._pending = device.pending_tokens(num_rows)
+        self._sampler = Sampler(drawer, self._draw_staging, vocabulary, edits)
+        self._pending = device.pending_tokens(num_rows, edits)
         self._under_way: SubmittedStep | None = None
         self._continued: Continued | None = None
         self._graphs = graphs
@@ -228,6 +234,7 @@ class ModelRunner:
             started = (
                 device.moment() if previous is None else previous.end_ahead() or device.moment()
             )
+            batch.carry_out_edits()
             swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:
                 self._encode(plan.encoded)
@@ -500,17 +507,18 @@ class ModelRunner:
         ending = hidden if staged.hidden_indices is None else hidden[staged.hidden_indices]
         ending = ending[: n + len(plan.expanded)]
         if graphs is None or not sampling.is_plain:
-            choice = self._sampler(self._model.logits(ending), sampling, masks)
-            if self._pending is not None and staged.sampled_rows is not None:
-                self._pending.keep(choice.first, staged.sampled_rows[:n])
+            rows = None if staged.sampled_rows is None else staged.sampled_rows[:n]
+            choice = self._sampler(self._model.logits(ending), sampling, masks, rows)
+            if self._pending is not None and rows is not None:
+                self._pending.keep(choice.first, rows, sampling.kind.has_records)
             return choice
         if hidden is not self._hidden or staged.hidden_indices is not None:
             self._hidden[:n] = ending
         assert staged.sampled_rows is not None, "tokens are drawn"
         if masks is not None:
             self._sampler.drawer.take_masks(masks)
-        work = partial(self._draw_captured, sampling.mode, staged.sampled_rows)
-        graphs.run((sampling.mode, len(staged.sampled_rows)), work)
+        work = partial(self._draw_captured, sampling.kind, staged.sampled_rows)
+        graphs.run((sampling.kind, len(staged.sampled_rows)), work)
         assert staged.results is not None, "staged with the rows"
         return Choice(staged.results[1 : 1 + n], is_delivered=True)
 
@@ -536,9 +544,9 @@ class ModelRunner:
                 staged = self._stage_padding(Captured(size), longest)
                 graphs.prepare(staged.captured, partial(self._forward_captured, staged))
             assert staged.sampled_rows is not None, "those of padding"
-            for mode in get_args(DrawMode):
-                work = partial(self._draw_captured, mode, staged.sampled_rows)
-                graphs.prepare((mode, size), work)
+            for kind in _DRAW_KINDS:
+                work = partial(self._draw_captured, kind, staged.sampled_rows)
+                graphs.prepare((kind, size), work)
 
     def _launch_kernels(self, sizes: Sequence[int]) -> None:
         """Launch the kernels of steps of all kinds, whether a graph will hold them or not, so that
@@ -548,6 +556,7 @@ class ModelRunner:
         for size in _some_up_to(self._longest_encoded):
             self._run_encoder(self._batch.encoder_padding(size))
         self._launch_steps(sizes)
+        self._batch.prepare_edits()
         vocabulary, hidden = self._sampler.vocabulary, self._hidden
         scored = min(self._staging.max_num_tokens, rows_at_once(vocabulary.size))  # of prompts
         most = max(len(hidden), scored)
@@ -556,6 +565,10 @@ class ModelRunner:
         for number in sorted({*few, *_some_up_to(most)}):
             logits = self._model.logits(rows[:number])
         self._sampler.drawer.compile(logits, vocabulary)
+        assert self._pending is not None, "graphs are for devices that keep tokens"
+        nothing = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        for are_edited in (False, True):
+            self._pending.keep(nothing, nothing.int(), are_edited)
 
     def _launch_steps(self, sizes: Sequence[int]) -> None:
         """Run steps that differ in their kernels: of decodes, which draw, and of decodes beside
@@ -576,8 +589,8 @@ class ModelRunner:
                 launched.add(kind)
                 self._forward(staged)
                 if staged.sampled_rows is not None:
-                    for mode in get_args(DrawMode):
-                        self._draw_captured(mode, staged.sampled_rows)
+                    for each in _DRAW_KINDS:
+                        self._draw_captured(each, staged.sampled_rows)
         for size in _some_up_to(min(most, _MOST_VARIED)):
             staged = self._stage_padding(Captured(size, PaddedSizes(size, 1, num_chunks=1)))
             self._forward(staged._replace(logits_indices=None))
@@ -645,13 +658,14 @@ class ModelRunner:
         hidden = self._forward(staged)
         self._hidden[: len(hidden)].copy_(hidden)
 
-    def _draw_captured(self, mode: DrawMode, rows: Tensor) -> None:
+    def _draw_captured(self, kind: DrawKind, rows: Tensor) -> None:
         """A token for each hidden state; rows of padding all keep theirs in row 0."""
         size = len(rows)
         logits = self._model.logits(self._hidden[:size])
-        token_ids = self._sampler.draw_captured(logits, mode)
+        token_ids = self._sampler.draw_captured(logits, kind, rows)
         assert self._pending is not None, "graphs are for devices that keep tokens"
-        self._pending.deliver(token_ids, rows, self._model.num_hit_experts)
+        counter = self._model.num_hit_experts
+        self._pending.deliver(token_ids, rows, counter, kind.has_records)
 
 
 def _some_up_to(most: int) -> list[int]:

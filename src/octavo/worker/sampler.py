@@ -31,10 +31,19 @@ from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import Scores, largest_of, score_tokens
+from octavo.worker.row_edits import DeviceEdits
 
 Int64s = NDArray[np.int64]
 # Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.
 DrawMode = Literal["greedy", "random", "limited"]
+
+
+class DrawKind(NamedTuple):
+    """What it takes to draw a token for each row of a step."""
+
+    mode: DrawMode
+    has_records: bool  # the device edits some of the rows
+
 
 NO_TOKEN = -1
 # With tensor parallelism: so many rows that are needed whole are dealt to the ranks; of fewer, each
@@ -57,7 +66,9 @@ class SamplingBatch:
     num_draws: NDArray[np.int64]
     # Where each row's mask is among the step's masks, or -1; None if no row has one.
     mask_places: NDArray[np.int32] | None = None
-    edited: list[EditedRow] = field(default_factory=list)  # in order of their index
+    has_records: bool = False  # by which the device edits some sampled rows (row_edits.py)
+    # Rows that the host edits, in order of their index.
+    edited: list[EditedRow] = field(default_factory=list)
     num_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many most likely tokens
     num_candidates: list[int] = field(default_factory=list)  # of each expanded row
     renormalises: bool = False  # expanded rows, behind edits and masks
@@ -155,7 +166,7 @@ class StagedSampling(NamedTuple):
     draws: Any  # the device's; None if no row draws
     owners: Int64s | None  # see SamplingBatch
     firsts: tuple[Int64s, Tensor] | None  # see Choice
-    mode: DrawMode
+    kind: DrawKind
     is_plain: bool  # there is no more to do than to draw a token for each row
 
 
@@ -247,8 +258,16 @@ class Choice:
 class Sampler:
     """Chooses the tokens of one step after another; equal logits and batches give equal tokens."""
 
-    def __init__(self, drawer: Drawer, staging: Staging, vocabulary: VocabularyShard) -> None:
+    def __init__(
+        self,
+        drawer: Drawer,
+        staging: Staging,
+        vocabulary: VocabularyShard,
+        edits: DeviceEdits | None = None,
+    ) -> None:
+        """edits: of devices that edit rows by themselves."""
         self.drawer = drawer
+        self._edits = edits
         self.vocabulary = vocabulary
         self._staging = staging
         self._whole = VocabularyShard.whole(vocabulary.size)
@@ -256,7 +275,8 @@ class Sampler:
     def stage(self, batch: SamplingBatch) -> StagedSampling:
         """Put where the next upload takes it along how rows of logits become tokens."""
         if not batch.num_sampled and batch.num_candidates:
-            return StagedSampling(batch, None, None, None, "greedy", False)
+            kind = DrawKind("greedy", has_records=False)
+            return StagedSampling(batch, None, None, None, kind, False)
         owners, mode, firsts = batch.owners, batch.mode, None
         draws = self.drawer.stage(batch, owners, mode)
         if owners is not None:
@@ -265,10 +285,15 @@ class Sampler:
         is_plain = not (
             batch.edited or batch.num_logprobs or batch.num_candidates or owners is not None
         )
-        return StagedSampling(batch, draws, owners, firsts, mode, is_plain)
+        kind = DrawKind(mode, batch.has_records)
+        return StagedSampling(batch, draws, owners, firsts, kind, is_plain)
 
     def __call__(
-        self, logits: Tensor, staged: StagedSampling, masks: Words | None = None
+        self,
+        logits: Tensor,
+        staged: StagedSampling,
+        masks: Words | None = None,
+        rows: Tensor | None = None,
     ) -> Choice:
         """Choose the next tokens.
 
@@ -276,18 +301,22 @@ class Sampler:
             logits: this rank's, floating [num_rows, ...]: sampled rows, then expanded. What masks
                 rule out becomes -inf in them.
             masks: [num_masks, num_words]: those that the batch refers to; None if to none.
+            rows: int32, those of the batch that are sampled, where some of them have records.
         """
         batch, n = staged.batch, staged.batch.num_sampled
         words = None if masks is None else self.drawer.take_masks(masks)
         scored = sorted(row for row in batch.num_logprobs if row < n)
-        own = logits
-        if scored and words is not None:  # log-probabilities are the model's own
+        own, sampled = logits, logits[:n]
+        if staged.kind.has_records:
+            assert rows is not None, "by which the records are found"
+            sampled = self._edited(sampled, rows)
+        elif scored and words is not None:  # log-probabilities are the model's own
             own = logits.clone()
         if staged.draws is None:
             choice = Choice.nothing(logits.device)
         else:
             is_single = staged.owners is None
-            token_ids = self._draw(logits[:n], staged.draws, staged.mode, is_single)
+            token_ids = self._draw(sampled, staged.draws, staged.kind.mode, is_single)
             edited = [edit for edit in batch.edited if edit.index < n]
             if edited:
                 self._redraw(token_ids, logits, staged, edited)
@@ -298,10 +327,17 @@ class Sampler:
             choice.expand(*self._expand(logits[n:], batch, words))
         return choice
 
-    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
-        """A token for each row; see Drawer.captured_draws."""
-        draws = self.drawer.captured_draws(len(logits), mode)
-        return self._draw(logits, draws, mode, is_single=True)
+    def draw_captured(self, logits: Tensor, kind: DrawKind, rows: Tensor) -> Tensor:
+        """A token for each row, int32, of the batch; see Drawer.captured_draws."""
+        draws = self.drawer.captured_draws(len(logits), kind.mode)
+        if kind.has_records:
+            logits = self._edited(logits, rows)
+        return self._draw(logits, draws, kind.mode, is_single=True)
+
+    def _edited(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """See DeviceEdits.edit."""
+        assert self._edits is not None, "rows have records on devices that edit"
+        return self._edits.edit(logits, rows)
 
     def _draw(self, logits: Tensor, draws: Any, mode: DrawMode, is_single: bool) -> Tensor:
         """See Drawer.draw. `is_single`: every row draws once."""

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.base import DecodeItems
+from octavo.ops.cuda.logit_edits import EditRecords, count_drawn
 from octavo.ops.cuda.paged import ITEM_FIELDS
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 
@@ -144,14 +145,19 @@ def begin_decodes(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_token"])
 def _keep_tokens(
     token_ids,
     rows,
     last_tokens,
     results,
     counter,
+    places,
+    counts,
     num_tokens,
+    words,
+    first_token,
+    num_counted,
     SIZE: tl.constexpr,
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,9 +177,13 @@ def _keep_tokens(
     for first in range(0, num_tokens, BLOCK):
         offset, inside, token, row = _load_tokens(token_ids, rows, first, num_tokens, BLOCK)
         # Logits that are not finite give no token; the next step must not look for its embedding.
-        tl.store(last_tokens + row, tl.maximum(token, 0), mask=inside)
+        kept = tl.maximum(token, 0)
+        tl.store(last_tokens + row, kept, mask=inside)
         if results is not None:
             tl.store(target + 1 + offset, token, mask=inside)
+        if counts is not None:
+            record = tl.load(places + row, mask=inside, other=-1)
+            count_drawn(counts, words, record, kept.to(tl.int32) - first_token, num_counted)
     if results is not None:
         tl.debug_barrier()
         tl.store(results + 1, (number + 1) % NUM)
@@ -186,6 +196,8 @@ def keep_tokens(
     results: Tensor | None = None,
     counter: Tensor | None = None,
     results_shape: tuple[int, int] = (1, 1),
+    records: EditRecords | None = None,
+    first_token: int = 0,
 ) -> None:
     """last_tokens[rows[i]] becomes token_ids[i], or 0 where that is negative.
 
@@ -200,14 +212,21 @@ def keep_tokens(
             too, from the second element on, and goes on to the next row.
         counter: int64 [1], which it writes into the first element.
         results_shape: rows, and elements of a row, at least 1 + n.
+        records: of rows, where their tokens are counted.
+        first_token: of the vocabulary that the records are for.
     """
+    counted = (None, None, 0, 0) if records is None else records.counted
     _keep_tokens[(1,)](
         token_ids,
         rows,
         last_tokens,
         results,
         counter,
+        *counted[:2],
         len(token_ids),
+        counted[2],
+        first_token,
+        counted[3],
         SIZE=results_shape[1],
         NUM=results_shape[0],
         BLOCK=_MOVED,

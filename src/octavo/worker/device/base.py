@@ -27,7 +27,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, DecodeItems, HostStaging, Staging
 from octavo.ops.communicator import Communicator
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.graphs import Graphs
+from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.sampler import Drawer
 
 logger = logging.getLogger(__name__)
@@ -81,8 +83,9 @@ class PendingTokens(ABC):
         """Replace input_ids[i], int64 [n], by the token of rows[i], int32, where it is negative."""
 
     @abstractmethod
-    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
-        """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
+    def keep(self, token_ids: Tensor, rows: Tensor, are_edited: bool) -> None:
+        """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat.
+        are_edited: whether some row has a record (DeviceEdits), where its token is counted."""
 
     # What follows is called on devices with graphs alone.
 
@@ -118,7 +121,9 @@ class PendingTokens(ABC):
         [1 + max_num_seqs], for other values again some steps later."""
         raise NotImplementedError
 
-    def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
+    def deliver(
+        self, token_ids: Tensor, rows: Tensor, counter: Tensor | None, are_edited: bool
+    ) -> None:
         """Do what `keep` does, and write counter, int64 [1], and the tokens to the host."""
         raise NotImplementedError
 
@@ -254,8 +259,15 @@ class Device(ABC):
     def drawer(self, staging: Staging, vocab_size: int) -> Drawer:
         """How tokens are drawn from `vocab_size`; `staging` is the device's own."""
 
-    def pending_tokens(self, num_rows: int) -> PendingTokens | None:
-        """None if the host knows each token before it submits the next step."""
+    def edits(
+        self, num_rows: int, num_records: int, vocabulary: VocabularyShard
+    ) -> DeviceEdits | None:
+        """What edits logits of rows that have records; None if the host edits all."""
+        return None
+
+    def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> PendingTokens | None:
+        """None if the host knows each token before it submits the next step; `edits`: the device's
+        own."""
         return None
 
     def graphs(self, scheduler: SchedulerConfig) -> Graphs | None:

@@ -28,6 +28,7 @@ from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
 from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.ops.cuda.tuning import tune
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.device.base import (
     Demand,
     Device,
@@ -35,9 +36,11 @@ from octavo.worker.device.base import (
     Moment,
     PendingTokens,
 )
+from octavo.worker.device.cuda_edits import CudaEdits
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
 from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
+from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
@@ -190,8 +193,12 @@ class CudaDevice(Device):
         assert isinstance(staging, UploadStaging), "the device's own"
         return CudaDrawer(staging, vocab_size)
 
-    def pending_tokens(self, num_rows: int) -> CudaPendingTokens:
-        return CudaPendingTokens(num_rows, self.torch_device)
+    def edits(self, num_rows: int, num_records: int, vocabulary: VocabularyShard) -> CudaEdits:
+        return CudaEdits(num_rows, num_records, vocabulary, self.torch_device)
+
+    def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> CudaPendingTokens:
+        assert isinstance(edits, CudaEdits), "the device's own"
+        return CudaPendingTokens(num_rows, self.torch_device, edits)
 
     def graphs(self, scheduler: SchedulerConfig) -> Graphs:
         sizes = graph_sizes(scheduler.max_num_seqs)
@@ -262,7 +269,9 @@ class CudaPendingTokens(PendingTokens):
     begin and end some microseconds later.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, edits: CudaEdits) -> None:
+        """edits: where tokens are counted."""
+        self._edits = edits
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._results: Tensor | None = None  # the host's [steps, 1 + max_num_seqs]
         self._place: Tensor | None = None  # on the device: where they are, and which the step's are
@@ -272,9 +281,9 @@ class CudaPendingTokens(PendingTokens):
         """See PendingTokens.fill."""
         fill_pending(input_ids, rows, self._last)
 
-    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
+    def keep(self, token_ids: Tensor, rows: Tensor, are_edited: bool) -> None:
         """See PendingTokens.keep."""
-        keep_tokens(token_ids, rows, self._last)
+        keep_tokens(token_ids, rows, self._last, **self._counting(are_edited))
 
     def begin(
         self,
@@ -306,8 +315,17 @@ class CudaPendingTokens(PendingTokens):
         self._number = (self._number + 1) % _NUM_RESULTS
         return results
 
-    def deliver(self, token_ids: Tensor, rows: Tensor, counter: Tensor | None) -> None:
+    def deliver(
+        self, token_ids: Tensor, rows: Tensor, counter: Tensor | None, are_edited: bool
+    ) -> None:
         """See PendingTokens.deliver."""
         assert self._results is not None, "stage_results() comes before deliver()"
         shape = self._results.shape
-        keep_tokens(token_ids, rows, self._last, self._place, counter, (shape[0], shape[1]))
+        keep_tokens(
+            *(token_ids, rows, self._last, self._place, counter, (shape[0], shape[1])),
+            **self._counting(are_edited),
+        )
+
+    def _counting(self, are_edited: bool) -> dict[str, Any]:
+        edits = self._edits
+        return {"records": edits.records if are_edited else None, "first_token": edits.first_token}
