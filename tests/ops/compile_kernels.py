@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -516,12 +517,15 @@ def few_packed() -> None:
 
 
 def draws() -> None:
-    """Greedy, random and limited draws, of whole rows, with masks; and what becomes of tokens."""
+    """Greedy, random and limited draws, of whole rows, with masks; scores of what was drawn, and
+    the best tokens; and what becomes of tokens."""
     from octavo.ops.base import DecodeItems
     from octavo.ops.cuda.embedding import embed
     from octavo.ops.cuda.logit_edits import EditRecords
     from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
+    from octavo.ops.cuda.sampling_candidates import best_tokens
+    from octavo.ops.cuda.sampling_scores import score
 
     rows, size = 3, 50_272
     zeros = torch.zeros(rows, dtype=torch.int64)
@@ -541,6 +545,13 @@ def draws() -> None:
         for is_greedy, is_limited in ((True, False), (False, False), (False, True)):
             how = replace(asked, is_greedy=is_greedy, is_limited=is_limited)
             sample(torch.zeros(rows, size, dtype=dtype), how)
+    logits = torch.zeros(rows, size, dtype=torch.bfloat16)
+    for number, part in product((0, 4, 64), (slice(0, 2), slice(1, 3))):
+        score(logits, zeros[part], zeros[part], number)
+    assert len(variants["_score_chunk_kernel"]) <= 3, "one for all places where arrays may begin"
+    score(logits, None, zeros, 8)
+    for number in (4, 64):
+        best_tokens(logits, number)
     places = torch.zeros(rows, dtype=torch.int32)
     for num in (1, rows, 16):
         some = torch.zeros(num, dtype=torch.int64)

@@ -41,6 +41,7 @@ from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.logit_edits import EditRecords
 from octavo.ops.cuda.sampling import FEW_DRAWS, FEW_LIMITED, SOME_DRAWS, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import NUMBERS, best_tokens
+from octavo.ops.cuda.sampling_scores import score
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade, model_runner
@@ -126,6 +127,16 @@ def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
     return tuple(logits.float().log_softmax(-1).topk(number))
 
 
+def plain_score(
+    logits: torch.Tensor, rows: torch.Tensor | None, token_ids: torch.Tensor, number: int
+) -> tuple[torch.Tensor, ...]:
+    """See sampling_scores.score."""
+    own = logits[: len(token_ids)] if rows is None else logits[rows]
+    picked = own.gather(1, token_ids.clamp(min=0).unsqueeze(1))
+    logprobs = (picked - own.logsumexp(-1, keepdim=True)).squeeze(1)
+    return logprobs, (own > picked).sum(-1) + 1, *plain_best(own, number)
+
+
 @pytest.fixture(autouse=True)
 def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter would take minutes; tests/ops tests these kernels on their own.
@@ -138,6 +149,7 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(triton_backend, "num_sms", lambda device: 4)
         monkeypatch.setattr(cuda_sampling, "sample", plain_sample)
         monkeypatch.setattr(cuda_sampling, "best_tokens", plain_best)
+        monkeypatch.setattr(cuda_sampling, "score", plain_score)
     attention_decode.decode_config.cache_clear()
     attention_cascade.cascade_config.cache_clear()
     yield
@@ -415,14 +427,15 @@ def test_models_through_transformers_compute_in_padded_and_captured_steps(
 @slow_if_interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of each mode, an edited row and candidates, in steps that overlap."""
-    monkeypatch.setattr(cuda_sampling, "sample", sample)
-    monkeypatch.setattr(cuda_sampling, "best_tokens", best_tokens)
+    """Graphs of each mode, an edited row, scores and candidates, in steps that overlap."""
+    for kernel in (sample, best_tokens, score):
+        monkeypatch.setattr(cuda_sampling, kernel.__name__, kernel)
     overlapped, plain = engines.__wrapped__("llama3", 24, "recompute")
     asks = [
         (prompt(5, 2), SamplingParams(temperature=1, seed=3, max_tokens=3)),
         (prompt(7, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=2, top_p=0.9)),
         (prompt(3, 5), SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.5)),
+        (prompt(6, 6), SamplingParams(temperature=0, max_tokens=2, logprobs=3)),
         (prompt(4, 4), BeamSearchParams(beam_width=2, max_tokens=2)),
     ]
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
@@ -445,8 +458,15 @@ def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
         launched.add(("best", number))
         return best_tokens(logits, number)
 
+    def scored(
+        logits: torch.Tensor, rows: torch.Tensor | None, token_ids: torch.Tensor, number: int
+    ) -> None:
+        launched.add(("score of all" if rows is None else "score of some", number))
+        assert logits.shape[1] == runner._sampler.vocabulary.size
+
     monkeypatch.setattr(cuda_sampling, "sample", drawn)
     monkeypatch.setattr(cuda_sampling, "best_tokens", found)
+    monkeypatch.setattr(cuda_sampling, "score", scored)
     monkeypatch.setattr(cuda, "copy_blocks", lambda *_: launched.add(("copy", 1)))
     for name in ("copy", "open", "count"):
         monkeypatch.setattr(EditRecords, name, lambda *_, name=name: launched.add(("record", name)))
@@ -467,6 +487,8 @@ def test_kernels_that_layers_do_not_launch_are_compiled_before_any_step(
     counts = [1, FEW_DRAWS + 1, SOME_DRAWS + 1, FEW_LIMITED + 1]
     expected = {(mode, count) for mode in get_args(DrawMode) for count in counts}
     expected |= {("best", number) for number in NUMBERS}
+    kinds = ("score of all", "score of some")
+    expected |= {(kind, number) for kind in kinds for number in (0, *NUMBERS)}
     # Of prompts whose tokens are scored, the head has as many rows as a step has tokens.
     expected |= {("head", number) for number in (1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK)}
     expected |= {("record", name) for name in ("copy", "open", "count")}

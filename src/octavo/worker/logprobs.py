@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +24,24 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, _MAX_ELEMENTS // vocab_size)
 
 
-class _Tops(NamedTuple):
+class Tops(NamedTuple):
     """The most likely tokens of some rows that ask for about as many."""
 
-    rows: list[int]  # among those that are scored
-    token_ids: Tensor  # int64 [num_rows, as many as one of them asks for], best first
+    rows: list[int]  # among those that are scored; one may be there again
+    token_ids: Tensor  # integers [num_rows, as many as one of them asks for], best first
     logprobs: Tensor  # float32, the same
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of some tokens of rows of logits, row by row; NaN if a row is not finite.
-    They may be on the device or, after `read_back`, on their way to the host."""
+    """Log-probabilities of some tokens of rows of logits; NaN if a row is not finite. They may be
+    on the device or, after `read_back`, on their way to the host."""
 
-    num_tokens: Sequence[int]  # of each row
+    owners: Sequence[int]  # the row of each token, among those that are scored
     num_top: Sequence[int]  # most likely tokens to be reported for each row
     token_ids: Tensor  # int64 [all tokens]
     logprobs: Tensor  # float32 [all tokens]
     ranks: Tensor  # int64 [all tokens]: 1 is the most likely token
-    tops: list[_Tops]
+    tops: list[Tops]
 
     def read_back(self, to_host: Callable[[Tensor], Tensor]) -> Scores:
         """The same where the host finds it when the device has come so far."""
@@ -51,25 +50,23 @@ class Scores(NamedTuple):
             logprobs=to_host(self.logprobs),
             ranks=to_host(self.ranks),
             tops=[
-                _Tops(rows, to_host(token_ids), to_host(logprobs))
+                Tops(rows, to_host(token_ids), to_host(logprobs))
                 for rows, token_ids, logprobs in self.tops
             ],
         )
 
     def entries(self) -> list[list[TokenLogprobs]]:
         """For each row one entry per token; only when the device has come so far."""
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(self.num_tokens)
+        found: list[list[TokenLogprobs]] = [[] for _ in self.num_top]
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(self.num_top)
         for rows, token_ids, logprobs in self.tops:
             for row, ids, values in zip(rows, token_ids.tolist(), logprobs.tolist(), strict=True):
                 number = self.num_top[row]
                 tops[row] = tuple(zip(ids[:number], values[:number], strict=True))
-        owners = (row for row, number in enumerate(self.num_tokens) for _ in range(number))
         numbers = (each.tolist() for each in (self.token_ids, self.logprobs, self.ranks))
-        entries = (
-            TokenLogprobs(token_id, logprob, rank, tops[owner])
-            for token_id, logprob, rank, owner in zip(*numbers, owners, strict=True)
-        )
-        return [list(islice(entries, number)) for number in self.num_tokens]
+        for token_id, logprob, rank, owner in zip(*numbers, self.owners, strict=True):
+            found[owner].append(TokenLogprobs(token_id, logprob, rank, tops[owner]))
+        return found
 
 
 def score_tokens(
@@ -84,25 +81,27 @@ def score_tokens(
     Args:
         logits: floating [num_rows, vocab_size].
         rows: rows of `logits`, at least one.
-        token_ids: int64 [sum of num_tokens], where the logits are.
+        token_ids: int64 [sum of num_tokens], row by row, where the logits are; a negative one, of
+            a row that is not finite, counts as token 0.
         num_tokens: how many of them belong to each of `rows`.
         num_top: how many of the most likely tokens to report for each of `rows`.
     """
     step = rows_at_once(logits.shape[1])
     ends = np.cumsum([0, *num_tokens])
-    logprobs, ranks, tops = [], [], list[_Tops]()
+    owners: list[int] = np.arange(len(rows)).repeat(num_tokens).tolist()
+    logprobs, ranks, tops = [], [], list[Tops]()
     for first in range(0, len(rows), step):
         end = min(first + step, len(rows))
         part = slice(first, end)
         scores = logits[upload(rows[part], logits.device)].float()
         normaliser = scores.logsumexp(dim=-1, keepdim=True)
         normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
-        own = token_ids[ends[first] : ends[end]]
+        own = token_ids[ends[first] : ends[end]].clamp(min=0)
         of_tokens = _score(scores, normaliser, own, num_tokens[part])
         logprobs.append(of_tokens[0])
         ranks.append(of_tokens[1])
         tops += _tops_of(scores, normaliser, num_top[part], first)
-    return Scores(num_tokens, num_top, token_ids, torch.cat(logprobs), torch.cat(ranks), tops)
+    return Scores(owners, num_top, token_ids, torch.cat(logprobs), torch.cat(ranks), tops)
 
 
 def largest_of(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +143,7 @@ def _score(
 
 def _tops_of(
     scores: Tensor, normaliser: Tensor, num_top: Sequence[int], first_row: int
-) -> list[_Tops]:
+) -> list[Tops]:
     """The most likely tokens of rows, of which the first one is `first_row`; a row that asks for
     many does not have as many looked for in all others."""
     alike: dict[int, list[int]] = {}
@@ -157,7 +156,5 @@ def _tops_of(
         own = scores if len(rows) == len(scores) else scores[index]
         most = max(num_top[row] for row in rows)
         largest, token_ids = largest_of(own, min(most, scores.shape[1]))
-        tops.append(
-            _Tops([first_row + row for row in rows], token_ids, largest - normaliser[index])
-        )
+        tops.append(Tops([first_row + row for row in rows], token_ids, largest - normaliser[index]))
     return tops

@@ -272,7 +272,7 @@ class ModelRunner:
         """Start to bring to the host what a computed step says beside its tokens: what is read of
         prompts, and how many experts were hit."""
         to_host = self._device.to_host
-        step.read = read_prompts(self._model, hidden, chunks, self._sampler.vocabulary, to_host)
+        step.read = read_prompts(self._model, hidden, chunks, self._sampler, to_host)
         if self._model.num_hit_experts is not None:
             step.num_hit_experts = (
                 to_host(self._model.num_hit_experts)

@@ -14,9 +14,9 @@ from torch import Tensor
 from octavo.core.step import TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.ops import upload
-from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.input_batch import PromptChunk
-from octavo.worker.logprobs import Int64s, Scores, rows_at_once, score_tokens
+from octavo.worker.logprobs import Int64s, Scores, rows_at_once
+from octavo.worker.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ def read_prompts(
     model: CausalLM,
     hidden: Tensor,
     chunks: Sequence[PromptChunk],
-    vocabulary: VocabularyShard,
+    sampler: Sampler,
     to_host: Callable[[Tensor], Tensor],
 ) -> PromptParts:
     """Read each chunk; `hidden` is [num_tokens, hidden_size], and `to_host` starts a copy."""
     if not chunks:
         return NOTHING
     scores = {
-        chunk.seq_id: _score(model, hidden, chunk, chunk.targets, vocabulary, to_host)
+        chunk.seq_id: _score(model, hidden, chunk, chunk.targets, sampler, to_host)
         for chunk in chunks
         if chunk.targets is not None
     }
@@ -85,12 +85,13 @@ def _score(
     hidden: Tensor,
     chunk: PromptChunk,
     targets: Int64s,
-    vocabulary: VocabularyShard,
+    sampler: Sampler,
     to_host: Callable[[Tensor], Tensor],
 ) -> list[Scores]:
     """Log-probabilities of a chunk's targets, one after the other."""
     token_ids = upload(targets, hidden.device)
     # With a large vocabulary, the logits of a whole chunk would take gigabytes.
+    vocabulary, score_tokens = sampler.vocabulary, sampler.drawer.score_tokens
     step = rows_at_once(vocabulary.size)
     parts = []
     for first in range(0, len(token_ids), step):

@@ -153,9 +153,21 @@ class Drawer(ABC):
         """See best_of, without edits."""
         return best_of(logits, number)
 
+    def score_tokens(
+        self,
+        logits: Tensor,
+        rows: Int64s,
+        token_ids: Tensor,
+        num_tokens: Sequence[int],
+        num_top: Sequence[int],
+    ) -> Scores:
+        """See logprobs.score_tokens. What a row costs does not depend on how many of the most
+        likely tokens others ask for."""
+        return score_tokens(logits, rows, token_ids, num_tokens, num_top)
+
     def compile(self, logits: Tensor, vocabulary: VocabularyShard) -> None:
-        """Compile what draws from edited logits, and what finds the best tokens, for logits of this
-        kind; for devices with graphs."""
+        """Compile what draws from edited logits, what finds the best tokens and what scores tokens,
+        for logits of this kind; for devices with graphs."""
         raise NotImplementedError
 
 
@@ -411,13 +423,15 @@ class Sampler:
         device = logits.device
         places: Int64s = np.array(rows)
         where, of_rows = draws_of(places, staged.owners)
-        drawn = token_ids[upload(where, device)].clamp(min=0)
+        drawn = token_ids
+        if len(where) < len(token_ids):
+            drawn = token_ids[upload(where, device)]
         num_drawn: list[int] = np.bincount(of_rows, minlength=len(rows)).tolist()
         num_top = [staged.batch.num_logprobs[row] for row in rows]
         if not self.vocabulary.is_whole:
             logits = self.vocabulary.gather(logits[upload(places, device)])
             places = np.arange(len(rows))
-        return score_tokens(logits, places, drawn, num_drawn, num_top)
+        return self.drawer.score_tokens(logits, places, drawn, num_drawn, num_top)
 
 
 def best_of(

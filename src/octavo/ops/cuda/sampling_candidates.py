@@ -27,6 +27,11 @@ NUMBERS = (4, 8, 12, 16, 32, 64)
 MAX_CANDIDATES = NUMBERS[-1]
 
 
+def rounded(number: int) -> int:
+    """As many as are looked for where `number` are wanted; at most MAX_CANDIDATES."""
+    return next(each for each in (0, *NUMBERS) if number <= each)
+
+
 def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """The `number` most likely tokens of each row, best first.
 
@@ -40,7 +45,7 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert 0 < number <= min(MAX_CANDIDATES, vocab_size)
     device = logits.device
-    found = next(each for each in NUMBERS if number <= each)
+    found = rounded(number)
     width = power_of_2(found)
     chunk = max(width, min(CHUNK, power_of_2(vocab_size)))
     num_chunks = triton.cdiv(vocab_size, chunk)
@@ -90,6 +95,32 @@ def _chunk_kernel(
     inside = ids < vocab_size
     wait_previous(PDL)
     values = tl.load(logits + row * stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    outline_chunk(values, ids, inside, row, chunk, num_chunks, best, peaks, sums, WIDTH, NUMBER)
+
+
+@triton.jit
+def outline_chunk(
+    values,
+    ids,
+    inside,
+    row,
+    chunk,
+    num_chunks,
+    best,
+    peaks,
+    sums,
+    WIDTH: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """Write a chunk's partial normaliser and, unless WIDTH is 0, its best tokens.
+
+    Args:
+        values: float32 logits [CHUNK] of tokens `ids`, -inf where they are not `inside` the row.
+        row: int64.
+        best: int64 [num_rows, num_chunks, WIDTH], each with its value. `peaks` and `sums`: float32
+            [num_rows, num_chunks].
+        NUMBER: so many are found, one after the other; 0: WIDTH, by a partial sort.
+    """
     peak = tl.max(values, 0)
     # A chunk of nothing but -inf adds nothing; without the limit it would be -inf - -inf.
     shares = tl.exp(values - tl.maximum(peak, -3.0e38))
@@ -104,7 +135,7 @@ def _chunk_kernel(
                 top = tl.max(packed, 0)
                 packed = tl.where(packed == top, -(2**63), packed)
             tl.store(best + place * WIDTH + i, top)
-    else:
+    elif WIDTH > 0:
         tl.store(best + place * WIDTH + tl.arange(0, WIDTH), tl.topk(packed, WIDTH))
     tl.store(peaks + place, peak)
     tl.store(sums + place, tl.sum(shares, 0))
@@ -128,10 +159,33 @@ def _row_kernel(
     chunks = tl.arange(0, CHUNKS)
     is_chunk = chunks < num_chunks
     wait_previous(PDL)
+    normaliser = normaliser_of(peaks, sums, row, num_chunks, chunks, is_chunk)
+    merge_best(best, values, ids, normaliser, row, num_chunks, number, WIDTH, CHUNKS)
+
+
+@triton.jit
+def normaliser_of(peaks, sums, row, num_chunks, chunks, is_chunk):
+    """The logarithm of the sum of a row's exponentials, by its `chunks`, [at least num_chunks], of
+    which only some are there; NaN if the row is not finite."""
     chunk_peaks = tl.load(peaks + row * num_chunks + chunks, mask=is_chunk, other=-float("inf"))
     chunk_sums = tl.load(sums + row * num_chunks + chunks, mask=is_chunk, other=0.0)
     peak = tl.max(chunk_peaks, 0)
-    normaliser = peak + tl.log(tl.sum(chunk_sums * tl.exp(chunk_peaks - peak), 0))
+    return peak + tl.log(tl.sum(chunk_sums * tl.exp(chunk_peaks - peak), 0))
+
+
+@triton.jit
+def merge_best(
+    best,
+    values,
+    ids,
+    normaliser,
+    row,
+    num_chunks,
+    number,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Write the `number` best tokens of a row's chunks, best first, and their log-probabilities."""
     places = tl.arange(0, CHUNKS * WIDTH)
     packed = tl.load(
         best + row * num_chunks * WIDTH + places,

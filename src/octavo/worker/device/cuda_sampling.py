@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Any, get_args
 
 import numpy as np
@@ -18,9 +20,12 @@ from octavo.ops.cuda.sampling import (
     sample,
     sample_sharded,
 )
-from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_tokens
+from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, NUMBERS, best_tokens, rounded
+from octavo.ops.cuda.sampling_scores import score
+from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import Words, num_words
+from octavo.worker.logprobs import Scores, Tops, rows_at_once
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
 from octavo.worker.staging import UploadStaging
 
@@ -124,6 +129,43 @@ class CudaDrawer(Drawer):
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
 
+    def score_tokens(
+        self,
+        logits: Tensor,
+        rows: Int64s,
+        token_ids: Tensor,
+        num_tokens: Sequence[int],
+        num_top: Sequence[int],
+    ) -> Scores:
+        """See Drawer.score_tokens: those of rows with the same rounded number by one launch."""
+        device, vocab_size = logits.device, logits.shape[1]
+        owners = np.arange(len(rows)).repeat(num_tokens)
+        kinds = np.array([_rounded(number) for number in num_top])[owners]
+        order = np.argsort(kinds, kind="stable")
+        owners, kinds = owners[order], kinds[order]
+        is_uniform = kinds[0] == kinds[-1]
+        if not is_uniform:
+            token_ids = token_ids[upload(order, device)]
+        index = None
+        if not (is_uniform and np.array_equal(rows[owners], np.arange(len(owners)))):
+            index = upload(rows[owners], device)
+        logprobs, ranks, tops = [], [], list[Tops]()
+        ends = [*np.flatnonzero(np.diff(kinds, prepend=-1)).tolist(), len(owners)]
+        for begin, end in pairwise(ends):
+            part: list[int] = owners[begin:end].tolist()
+            number = min(max(num_top[owner] for owner in part), vocab_size)
+            of_rows = None if index is None else index[begin:end]
+            few = number if number <= MAX_CANDIDATES else 0
+            scored = score(logits, of_rows, token_ids[begin:end], few)
+            logprobs.append(scored[0])
+            ranks.append(scored[1])
+            if few:
+                tops.append(Tops(part, scored[3], scored[2]))
+            elif number:
+                tops += _many_tops(logits, rows, np.unique(part), number)
+        all_logprobs, all_ranks = map(_joined, (logprobs, ranks))
+        return Scores(owners.tolist(), num_top, token_ids, all_logprobs, all_ranks, tops)
+
     def compile(self, logits: Tensor, vocabulary: VocabularyShard) -> None:
         """See Drawer.compile."""
         whole = VocabularyShard.whole(vocabulary.size)
@@ -142,6 +184,11 @@ class CudaDrawer(Drawer):
             # Rows begin at multiples of 16 bytes, or do not.
             for row in torch.split(logits.new_zeros((2, logits.shape[1])), 1):
                 self.best_tokens(row, min(number, logits.shape[1]))
+        # What is scored are whole rows, of all or of some.
+        scored = vocabulary.gather(logits.new_zeros((2, logits.shape[1])))
+        zeros = torch.zeros(2, dtype=torch.int64, device=logits.device)
+        for number, rows in product((0, *NUMBERS), (None, zeros)):
+            score(scored, rows, zeros, min(number, vocabulary.size))
 
     def _draws(self, rows: Tensor, settings: dict[str, Tensor], mode: DrawMode) -> DeviceDraws:
         return DeviceDraws(
@@ -154,3 +201,22 @@ class CudaDrawer(Drawer):
 
     def _put(self, name: str, values: NDArray[Any]) -> Tensor:
         return self._staging.put(f"draws.{name}", values, self._staging.max_num_seqs)
+
+
+def _rounded(number: int) -> int:
+    """Equal for numbers of top tokens that are looked for together."""
+    return rounded(number) if number <= MAX_CANDIDATES else power_of_2(number)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _many_tops(logits: Tensor, rows: Int64s, owners: Int64s, number: int) -> list[Tops]:
+    """More of the most likely tokens than the kernels find, of `rows[owners]`."""
+    tops, size = [], rows_at_once(logits.shape[1])
+    for first in range(0, len(owners), size):
+        part = owners[first : first + size]
+        logprobs, ids = best_of(logits[upload(rows[part], logits.device)], number)
+        tops.append(Tops(part.tolist(), ids, logprobs))
+    return tops

@@ -1,0 +1,150 @@
+"""Log-probabilities and ranks of drawn tokens, and the most likely ones beside them, without a
+float32 copy of the logits.
+
+As in sampling_candidates.py: one kernel reads every logit once, a program for each chunk of a
+draw's row, and a second kernel combines the chunks of each draw. Draws that share a row are
+neighbours in the grid, so that all but the first find its logits in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.cuda import sampling_candidates
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.sampling_candidates import (
+    FEW,
+    MAX_CANDIDATES,
+    merge_best,
+    normaliser_of,
+    outline_chunk,
+    rounded,
+)
+from octavo.ops.cuda.tile_sizes import power_of_2
+
+
+def score(
+    logits: Tensor, rows: Tensor | None, token_ids: Tensor, number: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Score a token for each draw by the log-softmax of its row, and find the likeliest tokens.
+
+    Args:
+        logits: floating [num_rows, vocab_size], rows dense; left unchanged.
+        rows: int64 [num_draws], the row of each draw; None: draw i is of row i.
+        token_ids: int64 [num_draws]; a negative one (NO_TOKEN) counts as token 0.
+        number: how many of the most likely tokens to find, at most MAX_CANDIDATES and vocab_size.
+
+    Returns:
+        The tokens' log-probabilities, float32 [num_draws], and ranks, int64 [num_draws]: 1 and as
+        many as the row has larger logits. Then log-probabilities, float32 [num_draws, number], and
+        ids, int32 [num_draws, number], of the most likely tokens, best first, and of equal ones
+        that with the lower id. The log-probabilities of a row that is not finite are NaN.
+    """
+    num_draws, vocab_size = len(token_ids), logits.shape[1]
+    assert 0 <= number <= min(MAX_CANDIDATES, vocab_size)
+    device = logits.device
+    logprobs = torch.empty(num_draws, dtype=torch.float32, device=device)
+    ranks = torch.empty(num_draws, dtype=torch.int64, device=device)
+    top_logprobs = torch.empty((num_draws, number), dtype=torch.float32, device=device)
+    top_ids = torch.empty((num_draws, number), dtype=torch.int32, device=device)
+    if num_draws == 0:
+        return logprobs, ranks, top_logprobs, top_ids
+    found = rounded(number)
+    width = power_of_2(found) if found else 0
+    chunk = max(width, min(sampling_candidates.CHUNK, power_of_2(vocab_size)))
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    best = torch.empty((num_draws, num_chunks, width), dtype=torch.int64, device=device)
+    peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=device)
+    sums = torch.empty_like(peaks)
+    larger = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=device)
+    drawn = torch.empty_like(logprobs)
+    pdl = launch_options(device)
+    # Draws come first: the grid's second dimension ends at 65,535.
+    _score_chunk_kernel[(num_draws, num_chunks)](
+        *(logits, rows, token_ids, drawn, best, peaks, sums, larger),
+        *(logits.stride(0), vocab_size, num_chunks),
+        WIDTH=width,
+        NUMBER=found if found <= FEW else 0,
+        CHUNK=chunk,
+        num_warps=4 if found <= FEW else 8,
+        **pdl,
+    )
+    _score_kernel[(num_draws,)](
+        *(drawn, best, peaks, sums, larger),
+        *(logprobs, ranks, top_logprobs, top_ids, num_chunks, number),
+        WIDTH=width,
+        CHUNKS=power_of_2(num_chunks),
+        num_warps=4,
+        **pdl,
+    )
+    return logprobs, ranks, top_logprobs, top_ids
+
+
+# Parts of other arrays, of which any may be asked for, begin at any multiple of 8 bytes.
+@triton.jit(do_not_specialize=["rows", "token_ids", "num_chunks"])
+def _score_chunk_kernel(
+    logits,
+    rows,
+    token_ids,
+    drawn,
+    best,
+    peaks,
+    sums,
+    larger,
+    stride,
+    vocab_size,
+    num_chunks,
+    WIDTH: tl.constexpr,
+    NUMBER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    draw, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab_size
+    wait_previous(PDL)
+    row = draw
+    if rows is not None:
+        row = tl.load(rows + draw)
+    start = logits + row * stride
+    token = tl.maximum(tl.load(token_ids + draw), 0)
+    own = tl.load(start + token).to(tl.float32)
+    # Their bits tell the order of the best tokens; by adding 0, -0 becomes 0, which it equals.
+    values = tl.load(start + ids, mask=inside, other=-float("inf")).to(tl.float32) + 0.0
+    tl.store(larger + draw * num_chunks + chunk, tl.sum((values > own).to(tl.int32), 0))
+    tl.store(drawn + draw, own, mask=chunk == 0)
+    outline_chunk(values, ids, inside, draw, chunk, num_chunks, best, peaks, sums, WIDTH, NUMBER)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "number"])
+def _score_kernel(
+    drawn,
+    best,
+    peaks,
+    sums,
+    larger,
+    logprobs,
+    ranks,
+    top_logprobs,
+    top_ids,
+    num_chunks,
+    number,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    draw = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    is_chunk = chunks < num_chunks
+    wait_previous(PDL)
+    normaliser = normaliser_of(peaks, sums, draw, num_chunks, chunks, is_chunk)
+    tl.store(logprobs + draw, tl.load(drawn + draw) - normaliser)
+    counts = tl.load(larger + draw * num_chunks + chunks, mask=is_chunk, other=0)
+    tl.store(ranks + draw, 1 + tl.sum(counts, 0).to(tl.int64))
+    if WIDTH > 0:
+        merge_best(best, top_logprobs, top_ids, normaliser, draw, num_chunks, number, WIDTH, CHUNKS)
