@@ -525,7 +525,7 @@ def draws() -> None:
     from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
     from octavo.ops.cuda.sampling import DeviceDraws, sample
     from octavo.ops.cuda.sampling_candidates import best_tokens
-    from octavo.ops.cuda.sampling_scores import score
+    from octavo.ops.cuda.sampling_scores import deliver_scores, score
 
     rows, size = 3, 50_272
     zeros = torch.zeros(rows, dtype=torch.int64)
@@ -573,6 +573,9 @@ def draws() -> None:
     keep_tokens(zeros, places, zeros, zeros[:2], zeros[:1], (8, 1 + rows), records)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         records.edit(torch.zeros(rows, size, dtype=dtype), places, 0)
+    for number in (0, 4, 8, 12, 16, 32, 64) if has_all else (0, 8):
+        logits = torch.zeros(rows, size, dtype=torch.bfloat16)
+        deliver_scores(logits, zeros, places, number, zeros, rows)
 
 
 def experts() -> None:

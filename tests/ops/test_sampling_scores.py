@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cuda import sampling_candidates as candidates
-from octavo.ops.cuda.sampling_scores import score
+from octavo.ops.cuda.sampling_scores import SCORE_WORDS, deliver_scores, score
 from octavo.worker.device import cuda_sampling
+from octavo.worker.device.cuda_pending import DeliveredScores
 from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.logprobs import largest_of, score_tokens
 from octavo.worker.staging import UploadStaging
@@ -164,3 +165,26 @@ def test_a_captured_score_follows_its_inputs(device: torch.device) -> None:
         graph.replay()
         for each, wanted in zip(found, score(logits, None, token_ids, 5), strict=True):
             assert torch.equal(each, wanted)
+
+
+def test_scores_are_delivered_where_results_go(device: torch.device, drawer: CudaDrawer) -> None:
+    """Those of the rows that ask for them, each kind by a launch of its own."""
+    logits = some_logits(VOCABULARIES[device.type][0], torch.bfloat16, device)
+    drawn = torch.tensor([2, 60, 40, -1, 9], device=device)
+    steps, size = 3, 7
+    room = torch.full((steps, size, SCORE_WORDS), -7, dtype=torch.int32)
+    room = room.pin_memory() if device.type == "cuda" else room
+    place = torch.tensor([0, 1, room.data_ptr()], device=device)
+    rows, num_top = [0, 1, 3, 4], [3, 4, 0, 9]
+    numbers = torch.tensor([4, 4, -1, 0, 12], dtype=torch.int32, device=device)
+    for number in (0, 4, 12):
+        deliver_scores(logits, drawn, numbers, number, place, size)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert (room[[0, 2]] == -7).all()
+    assert (room[1, [2, 5, 6]] == -7).all()
+    assert (room[1, 3, 2:] == -7).all()
+    found = DeliveredScores(rows, num_top, drawn.cpu(), room[1])
+    assert found.read_back(torch.clone) is found
+    wanted = drawer.score_tokens(logits, np.array(rows), drawn[rows], [1] * 4, num_top)
+    assert found.entries() == wanted.read_back(Tensor.cpu).entries()

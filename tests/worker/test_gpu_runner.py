@@ -203,6 +203,22 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
+def compare_logprobs(got: RequestOutput, wanted: RequestOutput) -> None:
+    """Those of the first sample."""
+    mine, theirs = got.outputs[0].logprobs, wanted.outputs[0].logprobs
+    if wanted.outputs[0].logprobs is None:
+        assert mine is None
+        return
+    assert mine is not None
+    assert theirs is not None
+    assert len(mine) == len(got.outputs[0].token_ids)
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, rel=1e-4)
+        assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+        assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], rel=1e-4)
+
+
 def prompt(length: int, seed: int) -> list[int]:
     return model_zoo.random_token_ids(length, seed=seed)
 
@@ -240,10 +256,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     got, wanted = run(overlapped, asks), run(plain, asks)
     assert tokens(got) == tokens(wanted)
     assert [o.outputs[0].finish_reason for o in got] == [o.outputs[0].finish_reason for o in wanted]
-    mine, theirs = got[-1].outputs[0].logprobs, wanted[-1].outputs[0].logprobs
-    assert mine is not None
-    assert theirs is not None
-    assert [entry.logprob for entry in mine] == pytest.approx([e.logprob for e in theirs], rel=1e-4)
+    compare_logprobs(got[-1], wanted[-1])
     assert sum(overlapped.scheduler.num_preemptions.values()) > 0
     assert overlapped.kv.pool.num_held == 0
 
@@ -263,7 +276,7 @@ def test_steps_that_continue_are_not_planned(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ModelRunner, "_stage", note)
     asks = [
-        (prompt(3, 1), SamplingParams(temperature=0, max_tokens=19, ignore_eos=True)),
+        (prompt(3, 1), SamplingParams(temperature=0, max_tokens=19, ignore_eos=True, logprobs=3)),
         (prompt(13, 2), SamplingParams(temperature=1, seed=3, max_tokens=9, ignore_eos=True)),
         (
             prompt(6, 3),
@@ -273,7 +286,9 @@ def test_steps_that_continue_are_not_planned(name: str, monkeypatch: pytest.Monk
     for ask in (*([each] for each in asks), asks) if HAS_GPU else [asks]:
         planned.clear()
         got, num_planned = run(overlapped, ask), len(planned)
-        assert tokens(got) == tokens(run(plain, ask))
+        wanted = run(plain, ask)
+        assert tokens(got) == tokens(wanted)
+        compare_logprobs(got[0], wanted[0])
         # Prompts, and what comes after them, after a fork, an end, and 15 steps that continued.
         assert num_planned <= (4 if len(ask) == 1 and ask[0][1].n == 1 else 9)
     assert overlapped.kv.pool.num_held == 0
@@ -539,7 +554,7 @@ def test_kernels_of_all_steps_are_compiled_before_any_step(
         (programs, has_cascade) for programs in (1, 2) for has_cascade in (False, True)
     }
     assert whole == [1, 2, 3, 4, 5, 8, 9, 16, 17, CHUNK]
-    kinds = product(get_args(DrawMode), (False, True))
+    kinds = product(get_args(DrawMode), (False, True), [()])
     assert drawn == set(product(kinds, range(3)))
 
 

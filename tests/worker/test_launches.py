@@ -18,7 +18,7 @@ from octavo.core.kv.specs import group_layers
 from octavo.ops import load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
-from octavo.worker.device import cuda, cuda_sampling
+from octavo.worker.device import cuda, cuda_pending, cuda_sampling
 from octavo.worker.model_runner import ModelRunner
 from worker.fake_model import Driver, FakeModel
 
@@ -27,7 +27,8 @@ ONE_GROUP: list[int | None] = [None] * 12
 SIX_GROUPS: list[int | None] = [None, 20, 20, 20, 20, 20] * 2
 KERNELS = {
     triton_backend: ("cascade_attention", "decode_attention", "prefill_attention"),
-    cuda: ("copy_blocks", "fill_pending", "keep_tokens"),
+    cuda: ("copy_blocks",),
+    cuda_pending: ("fill_pending", "keep_tokens"),
 }
 # What gives a tensor another shape or type in the eyes of the host alone.
 NO_LAUNCH = {

@@ -282,9 +282,9 @@ class InputBatch:
         return chunks
 
     def are_plain(self, seq_ids: Sequence[int]) -> bool:
-        """Whether the host has nothing to do for these sequences but to draw a token."""
-        flags = self._rows["flags"][self.rows_of(seq_ids)]
-        return bool((flags | _RECORD == _RECORD).all())
+        """Whether the host has nothing to do before a token of each sequence is drawn again."""
+        flags, allowed = self._rows["flags"][self.rows_of(seq_ids)], _RECORD | _LOGPROBS
+        return bool((flags | allowed == allowed).all())
 
     def awaits_tokens(self, plan: StepPlan) -> bool:
         """Whether a token depends on the text so far, of which the host does not know all yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,19 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, _MAX_ELEMENTS // vocab_size)
 
 
+class FoundScores(Protocol):
+    """Log-probabilities of some tokens of rows of logits; NaN if a row is not finite. They may be
+    on the device or, after `read_back`, on their way to the host."""
+
+    def read_back(self, to_host: Callable[[Tensor], Tensor]) -> FoundScores:
+        """The same where the host finds it when the device has come so far."""
+        ...
+
+    def entries(self) -> list[list[TokenLogprobs]]:
+        """For each row one entry per token; only when the device has come so far."""
+        ...
+
+
 class Tops(NamedTuple):
     """The most likely tokens of some rows that ask for about as many."""
 
@@ -33,8 +46,7 @@ class Tops(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of some tokens of rows of logits; NaN if a row is not finite. They may be
-    on the device or, after `read_back`, on their way to the host."""
+    """See FoundScores."""
 
     owners: Sequence[int]  # the row of each token, among those that are scored
     num_top: Sequence[int]  # most likely tokens to be reported for each row
@@ -44,7 +56,7 @@ class Scores(NamedTuple):
     tops: list[Tops]
 
     def read_back(self, to_host: Callable[[Tensor], Tensor]) -> Scores:
-        """The same where the host finds it when the device has come so far."""
+        """See FoundScores.read_back."""
         return self._replace(
             token_ids=to_host(self.token_ids),
             logprobs=to_host(self.logprobs),
@@ -56,7 +68,7 @@ class Scores(NamedTuple):
         )
 
     def entries(self) -> list[list[TokenLogprobs]]:
-        """For each row one entry per token; only when the device has come so far."""
+        """See FoundScores.entries."""
         found: list[list[TokenLogprobs]] = [[] for _ in self.num_top]
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(self.num_top)
         for rows, token_ids, logprobs in self.tops:

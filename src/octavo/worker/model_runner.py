@@ -46,7 +46,7 @@ from octavo.structured.constraint import ConstraintLibrary, Words, num_words
 from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.cascade import least_saved_keys
-from octavo.worker.device.base import Device
+from octavo.worker.device.base import Delivered, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import (
     EncoderInput,
@@ -99,7 +99,7 @@ class StagedStep(NamedTuple):
     sampling: StagedSampling | None  # None: no row reaches its end
     masked: MaskedRows | None  # rows whose tokens need masks, if there are some
     sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
-    results: Tensor | None  # the host's: where a graph that draws writes; see stage_results
+    results: Delivered | None  # where a graph that draws writes
     is_staged: Tensor | None  # of steps that may be continued; see PendingTokens.begin
 
 
@@ -277,7 +277,7 @@ class ModelRunner:
             step.num_hit_experts = (
                 to_host(self._model.num_hit_experts)
                 if staged.results is None
-                else staged.results[:1]
+                else staged.results.counter
             )
 
     def shutdown(self) -> None:
@@ -332,7 +332,8 @@ class ModelRunner:
                 padded_rows = inputs.rows if decodes and plan.sampled == plan.seq_ids else None
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
                 if self._graphs is not None and sampling.is_plain:
-                    results = self._pending.stage_results(self._draw_staging)
+                    are_scored = bool(sampling.kind.scored)
+                    results = self._pending.stage_results(self._draw_staging, are_scored)
         staged = StagedStep(
             captured,
             input_ids,
@@ -520,7 +521,13 @@ class ModelRunner:
         work = partial(self._draw_captured, sampling.kind, staged.sampled_rows)
         graphs.run((sampling.kind, len(staged.sampled_rows)), work)
         assert staged.results is not None, "staged with the rows"
-        return Choice(staged.results[1 : 1 + n], is_delivered=True)
+        assert self._pending is not None, "it has staged them"
+        choice = Choice(staged.results.token_ids[:n], is_delivered=True)
+        if sampling.kind.scored:
+            scored = sampling.batch.num_logprobs
+            indices, num_top = list(scored), list(scored.values())
+            choice.score(indices, self._pending.scores(staged.results, indices, num_top))
+        return choice
 
     # ---------------------------------------------------------------- captured steps
 
@@ -569,6 +576,12 @@ class ModelRunner:
         nothing = torch.zeros(1, dtype=torch.int64, device=rows.device)
         for are_edited in (False, True):
             self._pending.keep(nothing, nothing.int(), are_edited)
+        if vocabulary.is_whole:
+            self._draw_staging.begin()
+            self._pending.stage_results(self._draw_staging, are_scored=True)
+            self._draw_staging.flush()
+            kinds = self._sampler.drawer.score_kinds
+            self._pending.score(logits[:1], nothing, nothing.int() - 1, kinds)
 
     def _launch_steps(self, sizes: Sequence[int]) -> None:
         """Run steps that differ in their kernels: of decodes, which draw, and of decodes beside
@@ -632,7 +645,7 @@ class ModelRunner:
         sampled_rows = drawing.put("sampled_rows", rows, len(rows))
         indices = staging.put("logits_indices", rows.astype(np.int64), len(rows))
         assert self._pending is not None, "graphs are for devices that keep tokens"
-        results = self._pending.stage_results(drawing)
+        results = self._pending.stage_results(drawing, are_scored=False)
         is_staged = None if captured.mixed else self._stage_mark()
         staging.flush()
         drawing.flush()
@@ -664,6 +677,9 @@ class ModelRunner:
         logits = self._model.logits(self._hidden[:size])
         token_ids = self._sampler.draw_captured(logits, kind, rows)
         assert self._pending is not None, "graphs are for devices that keep tokens"
+        if kind.scored:
+            numbers = self._sampler.drawer.captured_scores(size)
+            self._pending.score(logits, token_ids, numbers, kind.scored)
         counter = self._model.num_hit_experts
         self._pending.deliver(token_ids, rows, counter, kind.has_records)
 

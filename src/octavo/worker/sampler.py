@@ -30,7 +30,7 @@ from octavo.ops import Staging, upload
 from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
-from octavo.worker.logprobs import Scores, largest_of, score_tokens
+from octavo.worker.logprobs import FoundScores, Scores, largest_of, score_tokens
 from octavo.worker.row_edits import DeviceEdits
 
 Int64s = NDArray[np.int64]
@@ -43,6 +43,7 @@ class DrawKind(NamedTuple):
 
     mode: DrawMode
     has_records: bool  # the device edits some of the rows
+    scored: tuple[int, ...] = ()  # see Drawer.stage_scores; none where `Sampler` scores tokens
 
 
 NO_TOKEN = -1
@@ -102,7 +103,13 @@ _ROW_FIELDS = [each.name for each in fields(SamplingBatch)[1:9]]  # those with a
 
 
 class Drawer(ABC):
-    """A device's routines that draw tokens. What `stage` returns is known to the device alone."""
+    """A device's routines that draw tokens. What `stage` returns is known to the device alone.
+
+    Attributes:
+        score_kinds: all that `stage_scores` may return.
+    """
+
+    score_kinds: tuple[int, ...] = ()
 
     def room_for_masks(self, num_masks: int, num_words: int) -> Words:
         """Memory for the next step's masks, [num_masks, num_words]; `take_masks` takes any, but
@@ -153,6 +160,17 @@ class Drawer(ABC):
         """See best_of, without edits."""
         return best_of(logits, number)
 
+    def stage_scores(self, batch: SamplingBatch) -> tuple[int, ...] | None:
+        """Put where the next upload takes it along how tokens are scored in a graph: for each row a
+        kind, or -1 if its token is not scored. Returns the kinds that occur; None if tokens of such
+        rows cannot be scored in a graph."""
+        return None
+
+    def captured_scores(self, num_rows: int) -> Tensor:
+        """What `stage_scores` has put, on the device: int32 [num_rows]. Beyond its rows they may be
+        any of an earlier step."""
+        raise NotImplementedError
+
     def score_tokens(
         self,
         logits: Tensor,
@@ -179,7 +197,7 @@ class StagedSampling(NamedTuple):
     owners: Int64s | None  # see SamplingBatch
     firsts: tuple[Int64s, Tensor] | None  # see Choice
     kind: DrawKind
-    is_plain: bool  # there is no more to do than to draw a token for each row
+    is_plain: bool  # all that is to be done is what `kind` says, with a token for each row
 
 
 class Choice:
@@ -199,7 +217,7 @@ class Choice:
         self._token_ids = token_ids
         self._is_delivered = is_delivered
         self._best: tuple[Tensor, Tensor] | None = None
-        self._scores: tuple[list[int], Scores] | None = None
+        self._scores: tuple[list[int], FoundScores] | None = None
         self._firsts = None if firsts is None else firsts[0]
         self._device_firsts = None if firsts is None else firsts[1]
 
@@ -219,7 +237,7 @@ class Choice:
         """Keep the candidates of expanded rows, best first: [num_rows, n] each."""
         self._best = (logprobs, token_ids)
 
-    def score(self, rows: list[int], scores: Scores) -> None:
+    def score(self, rows: list[int], scores: FoundScores) -> None:
         """Keep the log-probabilities of what rows have drawn."""
         self._scores = rows, scores
 
@@ -294,10 +312,13 @@ class Sampler:
         if owners is not None:
             begins = np.searchsorted(owners, np.arange(batch.num_sampled))
             firsts = (begins, self._staging.put("draws.firsts", begins, self._staging.max_num_seqs))
-        is_plain = not (
-            batch.edited or batch.num_logprobs or batch.num_candidates or owners is not None
-        )
+        is_plain = not (batch.edited or batch.num_candidates or owners is not None)
         kind = DrawKind(mode, batch.has_records)
+        if is_plain and batch.num_logprobs:
+            # Masks change logits, whose own log-probabilities are asked for.
+            can_score = self.vocabulary.is_whole and batch.mask_places is None
+            scored = self.drawer.stage_scores(batch) if can_score else None
+            is_plain, kind = scored is not None, kind._replace(scored=scored or ())
         return StagedSampling(batch, draws, owners, firsts, kind, is_plain)
 
     def __call__(

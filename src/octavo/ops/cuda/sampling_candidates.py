@@ -160,7 +160,10 @@ def _row_kernel(
     is_chunk = chunks < num_chunks
     wait_previous(PDL)
     normaliser = normaliser_of(peaks, sums, row, num_chunks, chunks, is_chunk)
-    merge_best(best, values, ids, normaliser, row, num_chunks, number, WIDTH, CHUNKS)
+    first = row * number
+    merge_best(
+        best, values + first, ids + first, normaliser, row, num_chunks, number, WIDTH, CHUNKS
+    )
 
 
 @triton.jit
@@ -185,7 +188,8 @@ def merge_best(
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write the `number` best tokens of a row's chunks, best first, and their log-probabilities."""
+    """Write the ids of the `number` best tokens of a row's chunks, best first, to `ids`, and their
+    log-probabilities to `values`."""
     places = tl.arange(0, CHUNKS * WIDTH)
     packed = tl.load(
         best + row * num_chunks * WIDTH + places,
@@ -195,6 +199,6 @@ def merge_best(
     packed = tl.topk(packed, WIDTH)
     logprobs = value_of_key((packed >> 32).to(tl.int32), tl.float32) - normaliser
     columns = tl.arange(0, WIDTH)
-    tl.store(values + row * number + columns, logprobs, mask=columns < number)
+    tl.store(values + columns, logprobs, mask=columns < number)
     token_ids = (packed & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
-    tl.store(ids + row * number + columns, token_ids, mask=columns < number)
+    tl.store(ids + columns, token_ids, mask=columns < number)

@@ -25,6 +25,11 @@ from octavo.ops.cuda.sampling_candidates import (
 )
 from octavo.ops.cuda.tile_sizes import power_of_2
 
+SCORE_WORDS = 2 + 2 * MAX_CANDIDATES  # of what is delivered of a token
+
+_MOST = tl.constexpr(MAX_CANDIDATES)
+_WORDS = tl.constexpr(SCORE_WORDS)
+
 
 def score(
     logits: Tensor, rows: Tensor | None, token_ids: Tensor, number: int
@@ -43,16 +48,52 @@ def score(
         ids, int32 [num_draws, number], of the most likely tokens, best first, and of equal ones
         that with the lower id. The log-probabilities of a row that is not finite are NaN.
     """
-    num_draws, vocab_size = len(token_ids), logits.shape[1]
-    assert 0 <= number <= min(MAX_CANDIDATES, vocab_size)
-    device = logits.device
+    num_draws, device = len(token_ids), logits.device
     logprobs = torch.empty(num_draws, dtype=torch.float32, device=device)
     ranks = torch.empty(num_draws, dtype=torch.int64, device=device)
     top_logprobs = torch.empty((num_draws, number), dtype=torch.float32, device=device)
     top_ids = torch.empty((num_draws, number), dtype=torch.int32, device=device)
-    if num_draws == 0:
-        return logprobs, ranks, top_logprobs, top_ids
-    found = rounded(number)
+    results = logprobs, ranks, top_logprobs, top_ids
+    if num_draws:
+        _launch(logits, rows, token_ids, None, number, results, None, 0)
+    return results
+
+
+def deliver_scores(
+    logits: Tensor, token_ids: Tensor, numbers: Tensor, number: int, place: Tensor, size: int
+) -> None:
+    """Score a step's tokens, as `score` does, and write what is found where the step's results go.
+
+    Args:
+        logits: floating [num_rows, vocab_size], rows dense; left unchanged.
+        token_ids: int64 [num_rows].
+        numbers: int32 [num_rows]: for each row one of NUMBERS or 0, or -1 for a row that is not
+            scored. Others than `number` are not scored now.
+        number: of NUMBERS, or 0. As many of the most likely tokens are found, if the vocabulary has
+            so many.
+        place: int64 [3]: see `keep_tokens` (pending_tokens.py); the last one is the address of
+            int32 [steps, size, SCORE_WORDS] in memory of the device, or pinned memory of the host.
+            A row's words are its log-probability (the bits of a float32) and rank, MAX_CANDIDATES
+            log-probabilities of the most likely tokens, and as many ids.
+        size: rows that a step may have.
+    """
+    least = min(number, logits.shape[1])
+    _launch(logits, None, token_ids, numbers, least, (None, None, None, None), place, size)
+
+
+def _launch(
+    logits: Tensor,
+    rows: Tensor | None,
+    token_ids: Tensor,
+    numbers: Tensor | None,
+    number: int,
+    results: tuple[Tensor | None, ...],
+    place: Tensor | None,
+    size: int,
+) -> None:
+    num_draws, vocab_size = len(token_ids), logits.shape[1]
+    assert 0 <= number <= min(MAX_CANDIDATES, vocab_size)
+    device, found = logits.device, rounded(number)
     width = power_of_2(found) if found else 0
     chunk = max(width, min(sampling_candidates.CHUNK, power_of_2(vocab_size)))
     num_chunks = triton.cdiv(vocab_size, chunk)
@@ -60,12 +101,13 @@ def score(
     peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty_like(peaks)
     larger = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=device)
-    drawn = torch.empty_like(logprobs)
+    drawn = torch.empty(num_draws, dtype=torch.float32, device=device)
     pdl = launch_options(device)
     # Draws come first: the grid's second dimension ends at 65,535.
     _score_chunk_kernel[(num_draws, num_chunks)](
-        *(logits, rows, token_ids, drawn, best, peaks, sums, larger),
+        *(logits, rows, token_ids, numbers, drawn, best, peaks, sums, larger),
         *(logits.stride(0), vocab_size, num_chunks),
+        FOUND=found,
         WIDTH=width,
         NUMBER=found if found <= FEW else 0,
         CHUNK=chunk,
@@ -73,14 +115,23 @@ def score(
         **pdl,
     )
     _score_kernel[(num_draws,)](
-        *(drawn, best, peaks, sums, larger),
-        *(logprobs, ranks, top_logprobs, top_ids, num_chunks, number),
+        *(drawn, numbers, best, peaks, sums, larger),
+        *(*results, place, num_chunks, number, size),
+        FOUND=found,
         WIDTH=width,
         CHUNKS=power_of_2(num_chunks),
         num_warps=4,
         **pdl,
     )
-    return logprobs, ranks, top_logprobs, top_ids
+
+
+@triton.jit
+def _is_asked(numbers, draw, FOUND: tl.constexpr):
+    """Whether a draw is scored now; numbers: None if all are."""
+    is_asked = True
+    if numbers is not None:
+        is_asked = tl.load(numbers + draw) == FOUND
+    return is_asked
 
 
 # Parts of other arrays, of which any may be asked for, begin at any multiple of 8 bytes.
@@ -89,6 +140,7 @@ def _score_chunk_kernel(
     logits,
     rows,
     token_ids,
+    numbers,
     drawn,
     best,
     peaks,
@@ -97,6 +149,7 @@ def _score_chunk_kernel(
     stride,
     vocab_size,
     num_chunks,
+    FOUND: tl.constexpr,
     WIDTH: tl.constexpr,
     NUMBER: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -107,6 +160,8 @@ def _score_chunk_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab_size
     wait_previous(PDL)
+    if not _is_asked(numbers, draw, FOUND):
+        return
     row = draw
     if rows is not None:
         row = tl.load(rows + draw)
@@ -120,9 +175,10 @@ def _score_chunk_kernel(
     outline_chunk(values, ids, inside, draw, chunk, num_chunks, best, peaks, sums, WIDTH, NUMBER)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "number"])
+@triton.jit(do_not_specialize=["num_chunks", "number", "size"])
 def _score_kernel(
     drawn,
+    numbers,
     best,
     peaks,
     sums,
@@ -131,8 +187,11 @@ def _score_kernel(
     ranks,
     top_logprobs,
     top_ids,
+    place,
     num_chunks,
     number,
+    size,
+    FOUND: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -142,9 +201,19 @@ def _score_kernel(
     chunks = tl.arange(0, CHUNKS)
     is_chunk = chunks < num_chunks
     wait_previous(PDL)
+    if not _is_asked(numbers, draw, FOUND):
+        return
+    if place is not None:
+        first = (tl.load(place + 1) * size + draw) * _WORDS
+        words = tl.load(place + 2).to(tl.pointer_type(tl.int32)) + first
+        floats = tl.load(place + 2).to(tl.pointer_type(tl.float32)) + first
+        own, rank, values, ids = floats, words + 1, floats + 2, words + 2 + _MOST
+    else:
+        own, rank = logprobs + draw, ranks + draw
+        values, ids = top_logprobs + draw * number, top_ids + draw * number
     normaliser = normaliser_of(peaks, sums, draw, num_chunks, chunks, is_chunk)
-    tl.store(logprobs + draw, tl.load(drawn + draw) - normaliser)
+    tl.store(own, tl.load(drawn + draw) - normaliser)
     counts = tl.load(larger + draw * num_chunks + chunks, mask=is_chunk, other=0)
-    tl.store(ranks + draw, 1 + tl.sum(counts, 0).to(tl.int64))
+    tl.store(rank, 1 + tl.sum(counts, 0))
     if WIDTH > 0:
-        merge_best(best, top_logprobs, top_ids, normaliser, draw, num_chunks, number, WIDTH, CHUNKS)
+        merge_best(best, values, ids, normaliser, draw, num_chunks, number, WIDTH, CHUNKS)

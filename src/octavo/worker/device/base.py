@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from octavo.ops import AttentionBackend, DecodeItems, HostStaging, Staging
 from octavo.ops.communicator import Communicator
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.graphs import Graphs
+from octavo.worker.logprobs import FoundScores
 from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.sampler import Drawer
 
@@ -75,6 +76,14 @@ class Moment:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
+class Delivered(NamedTuple):
+    """Where the host finds the results of a captured step, when the device has come so far."""
+
+    counter: Tensor  # int64 [1]
+    token_ids: Tensor  # int64 [max_num_seqs]
+    scores: Tensor | None  # int32 [max_num_seqs, ...]: see PendingTokens.scores
+
+
 class PendingTokens(ABC):
     """Owns the token drawn last for each row, where the next step finds it before the host does."""
 
@@ -112,13 +121,32 @@ class PendingTokens(ABC):
         """
         raise NotImplementedError
 
-    def stage_results(self, staging: Staging) -> Tensor:
-        """Put where the next `deliver` writes, and return it, as `next_results` does."""
+    def stage_results(self, staging: Staging, are_scored: bool) -> Delivered:
+        """Put where the next `deliver` writes, and `score` if tokens are scored, and return it, as
+        `next_results` does."""
         raise NotImplementedError
 
-    def next_results(self) -> Tensor:
-        """Where the `deliver` after the one asked for last writes: a tensor of the host, int64
-        [1 + max_num_seqs], for other values again some steps later."""
+    def next_results(self) -> Delivered:
+        """Where the `deliver` after the one asked for last writes; some steps later, it is written
+        again."""
+        raise NotImplementedError
+
+    def score(
+        self, logits: Tensor, token_ids: Tensor, numbers: Tensor, kinds: Sequence[int]
+    ) -> None:
+        """Write scores of drawn tokens, and of the most likely ones, to the host; before `deliver`.
+
+        Args:
+            logits: floating [n, vocab_size], the model's own.
+            token_ids: int64 [n].
+            numbers, kinds: see Drawer.stage_scores.
+        """
+        raise NotImplementedError
+
+    def scores(
+        self, delivered: Delivered, rows: Sequence[int], num_top: Sequence[int]
+    ) -> FoundScores:
+        """What `score` has written for rows of logits that ask for so many likely tokens."""
         raise NotImplementedError
 
     def deliver(

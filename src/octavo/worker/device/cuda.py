@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -22,29 +21,21 @@ from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.base import kernels_of
 from octavo.memory_budget import MemoryBudget, format_bytes
 from octavo.models.quantization import WeightKernels
-from octavo.ops import AttentionBackend, DecodeItems, Staging, load_backend, upload
+from octavo.ops import AttentionBackend, Staging, load_backend, upload
 from octavo.ops.communicator import Communicator
 from octavo.ops.cuda.block_copy import copy_blocks
-from octavo.ops.cuda.pending_tokens import begin_decodes, fill_pending, keep_tokens
-from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.ops.cuda.tuning import tune
 from octavo.ops.vocabulary import VocabularyShard
-from octavo.worker.device.base import (
-    Demand,
-    Device,
-    MakeRunner,
-    Moment,
-    PendingTokens,
-)
+from octavo.worker.device.base import Demand, Device, MakeRunner, Moment
 from octavo.worker.device.cuda_edits import CudaEdits
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
+from octavo.worker.device.cuda_pending import CudaPendingTokens
 from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.row_edits import DeviceEdits
 from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
-_NUM_RESULTS = 8  # of steps in flight, of which there are three at most
 # Kernels have a program for each sequence, or for each work item of one, in the second dimension of
 # their grids, which has up to 65,535. Cascade attention has the most, 3 for every 2 sequences.
 MOST_SEQS = 40_000
@@ -260,72 +251,3 @@ class _OwnStream:
             torch.cuda.set_stream(stream)
         if index != self._index:
             torch.cuda.set_device(index)
-
-
-class CudaPendingTokens(PendingTokens):
-    """See PendingTokens; row 0 is padding's.
-
-    Results are written into the host's memory by the kernel that keeps the tokens: a copy would
-    begin and end some microseconds later.
-    """
-
-    def __init__(self, num_rows: int, device: torch.device, edits: CudaEdits) -> None:
-        """edits: where tokens are counted."""
-        self._edits = edits
-        self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._results: Tensor | None = None  # the host's [steps, 1 + max_num_seqs]
-        self._place: Tensor | None = None  # on the device: where they are, and which the step's are
-        self._number = 0  # which the next step's are
-
-    def fill(self, input_ids: Tensor, rows: Tensor) -> None:
-        """See PendingTokens.fill."""
-        fill_pending(input_ids, rows, self._last)
-
-    def keep(self, token_ids: Tensor, rows: Tensor, are_edited: bool) -> None:
-        """See PendingTokens.keep."""
-        keep_tokens(token_ids, rows, self._last, **self._counting(are_edited))
-
-    def begin(
-        self,
-        is_staged: Tensor,
-        input_ids: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        draws: DeviceDraws,
-        items: Sequence[DecodeItems],
-    ) -> None:
-        """See PendingTokens.begin."""
-        last, of_draws = self._last, draws.positions
-        begin_decodes(is_staged, input_ids, positions, rows, last, of_draws, items)
-
-    def stage_results(self, staging: Staging) -> Tensor:
-        """See PendingTokens.stage_results."""
-        if self._results is None:
-            is_gpu = self._last.device.type == "cuda"
-            shape = (_NUM_RESULTS, 1 + staging.max_num_seqs)
-            self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
-        place = np.array([self._results.data_ptr(), self._number])
-        self._place = staging.put("results", place, len(place))
-        return self.next_results()
-
-    def next_results(self) -> Tensor:
-        """See PendingTokens.next_results."""
-        assert self._results is not None, "stage_results() comes first"
-        results = self._results[self._number]
-        self._number = (self._number + 1) % _NUM_RESULTS
-        return results
-
-    def deliver(
-        self, token_ids: Tensor, rows: Tensor, counter: Tensor | None, are_edited: bool
-    ) -> None:
-        """See PendingTokens.deliver."""
-        assert self._results is not None, "stage_results() comes before deliver()"
-        shape = self._results.shape
-        keep_tokens(
-            *(token_ids, rows, self._last, self._place, counter, (shape[0], shape[1])),
-            **self._counting(are_edited),
-        )
-
-    def _counting(self, are_edited: bool) -> dict[str, Any]:
-        edits = self._edits
-        return {"records": edits.records if are_edited else None, "first_token": edits.first_token}

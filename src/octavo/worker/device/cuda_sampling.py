@@ -39,8 +39,11 @@ _SETTINGS = (
 class CudaDrawer(Drawer):
     """See Drawer; what it stages are DeviceDraws."""
 
+    score_kinds = (0, *NUMBERS)
+
     def __init__(self, staging: UploadStaging, vocab_size: int) -> None:
         self._staging = staging
+        self._most_scored = min(MAX_CANDIDATES, vocab_size)
         self._each_row: Tensor | None = None
         # Masks come when the step computes already, so they have an upload of their own.
         most, self._num_words = staging.max_num_seqs, num_words(vocab_size)
@@ -128,6 +131,18 @@ class CudaDrawer(Drawer):
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
+
+    def stage_scores(self, batch: SamplingBatch) -> tuple[int, ...] | None:
+        """See Drawer.stage_scores: a row's kind is how many likely tokens are looked for."""
+        if max(batch.num_logprobs.values()) > self._most_scored:
+            return None
+        kinds = np.full(batch.num_sampled, -1, np.int32)
+        kinds[list(batch.num_logprobs)] = [rounded(each) for each in batch.num_logprobs.values()]
+        self._put("scores", kinds)
+        return tuple(sorted({*kinds.tolist()} - {-1}))
+
+    def captured_scores(self, num_rows: int) -> Tensor:
+        return self._staging.padded("draws.scores", num_rows)
 
     def score_tokens(
         self,
