@@ -64,6 +64,20 @@ def test_of_a_llama_nothing_is_left_but_the_additions(tmp_path: Path) -> None:
     assert rotated_by_backend(model) == [True] * 3
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_layers_share_tables_of_cosines_and_sines(tmp_path: Path, model_type: str) -> None:
+    """What they take is as the description says, which plans memory before there is a model."""
+    model = load(tmp_path, model_type)
+    layers = [getattr(each, PAGED_LAYER, None) for each in model.modules()]
+    tables = {id(each.rotary): each.rotary for each in layers if each is not None}
+    rotaries = [each for each in model.modules() if isinstance(each, replacing.Rotary)]
+    pairs = [pair for rotary in rotaries for pair in rotary._tables.values()]
+    pairs += [(each.cos, each.sin) for each in tables.values()]
+    config = model._config
+    taken = sum(each.nbytes for pair in pairs for each in pair)
+    assert taken == 4 * config.table_width * config.max_model_len
+
+
 @pytest.mark.parametrize(
     ("model_type", "blocks", "rotations"),
     [

@@ -18,8 +18,8 @@ from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.experts import group_experts
 from octavo.models.fallback.paged import PAGED_LAYER, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
-from octavo.models.fallback.replacing import Owners, Rotary, as_table, replace_modules
-from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction, Sinks
+from octavo.models.fallback.replacing import Owners, Rotary, form_of, replace_modules
+from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, Sinks
 from octavo.ops.communicator import Communicator
 
 # How far the hidden states of a token may be apart in two steps, as a part of the largest: what
@@ -69,12 +69,13 @@ class TransformersLM(CausalLM):
                 module: Rotary(module, kinds, config.max_model_len)
                 for module, kinds in recording.rotaries.items()
             }
+            for rotary in rotaries.values():
+                rotary.to_device(device)
             self.attention_layers = [
-                self._attention_layer(number, call, rotaries, device)
+                self._attention_layer(number, call, rotaries)
                 for number, call in enumerate(recording.calls)
             ]
         for module, rotary in rotaries.items():
-            rotary.to_device(device)
             built.model.set_submodule(built.paths[module], rotary)
         owners = replace_modules(built, dtype, config)
         group_experts(built.model)
@@ -86,22 +87,17 @@ class TransformersLM(CausalLM):
         self._take(built)
 
     def _attention_layer(
-        self,
-        number: int,
-        call: AttentionCall,
-        rotaries: dict[nn.Module, Rotary],
-        device: torch.device,
+        self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary]
     ) -> LayerSpec:
         described = self._config.layers[number].attention
         size, module = described.head_dim, call.module
         layer = PagedLayer(number, self._step, size, call.value_dim, self._dtype)
         setattr(module, PAGED_LAYER, layer)
         if call.rotated is not None and call.head_dim == size:
-            table = as_table(call.rotated, rotaries[call.rotated.rotary.module], size)
-            if table is not None:
-                layer.rotary = RotaryTable(
-                    table.cos.to(device), table.sin.to(device), table.interleaved
-                )
+            kind, rotary = call.rotated.rotary.kind, rotaries[call.rotated.rotary.module]
+            form = form_of(call.rotated, rotary, size)
+            if form is not None:
+                layer.rotary = rotary.halves(kind, form)
                 module.forward = with_rotation(module, _not_rotated)
         sinks: Sinks | None = None if call.sinks is None else ModuleSinks(module, call.sinks)
         return LayerSpec(

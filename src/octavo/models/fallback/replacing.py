@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from itertools import product
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,20 @@ class RowNorm(nn.Module):
         return self.norm.forward(rows)[0].view(x.shape)
 
 
+class RotationForm(NamedTuple):
+    """How a rotation reads cosines and sines [positions, size], which have each angle twice."""
+
+    in_pairs: bool  # an angle's two elements are neighbours; else one is in each half
+    interleaved: bool  # see RotaryTable
+
+    def halved(self, table: Tensor) -> Tensor:
+        """The columns of one element of each angle: [positions, size / 2]."""
+        return table[:, ::2] if self.in_pairs else table[:, : table.shape[1] // 2]
+
+
+ROTATION_FORMS = tuple(RotationForm(*each) for each in product((False, True), repeat=2))
+
+
 class Rotary(nn.Module):
     """Stands for a rotary embedding: cosines and sines of all positions, made once.
 
@@ -139,6 +154,7 @@ class Rotary(nn.Module):
         positions = torch.arange(longest).unsqueeze(0)
         rows = torch.empty(1, 1, 1).expand(1, longest, 1)  # for its dtype, device and length
         self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._halves: dict[tuple[tuple[object, ...], RotationForm], RotaryTable] = {}
         for kind in kinds:
             cos, sin = rotary(rows, positions, *kind)
             self._tables[kind] = cos[0], sin[0]
@@ -152,6 +168,15 @@ class Rotary(nn.Module):
     def table(self, kind: tuple[object, ...]) -> tuple[Tensor, Tensor]:
         """float32 [longest, size]: cosines and sines."""
         return self._tables[kind]
+
+    def halves(self, kind: tuple[object, ...], form: RotationForm) -> RotaryTable:
+        """The table with which a backend rotates, on the device of the others. Layers share it: for
+        long sequences it takes tens of megabytes."""
+        found = self._halves.get((kind, form))
+        if found is None:
+            cos, sin = (form.halved(each).contiguous() for each in self._tables[kind])
+            found = self._halves[kind, form] = RotaryTable(cos, sin, form.interleaved)
+        return found
 
     def forward(self, x: Tensor, position_ids: Tensor, *kind: object, **named: object) -> object:
         """Cosines and sines [1, num_tokens, size] of positions [1, num_tokens], in x's dtype."""
@@ -419,28 +444,26 @@ def _candidates(norm: nn.Module, size: int, has_bias: bool) -> Iterator[NormConf
 # ---------------------------------------------------------------- rotary embeddings
 
 
-def as_table(call: RotationCall, rotary: Rotary, head_dim: int) -> RotaryTable | None:
-    """The table with which a backend rotates as the model's own function does; None if it rotates
-    in another way."""
+def form_of(call: RotationCall, rotary: Rotary, head_dim: int) -> RotationForm | None:
+    """The form in which a backend rotates as the model's own function does; None if it rotates in
+    another way."""
     cos, sin = rotary.table(call.rotary.kind)
     if cos.shape != sin.shape or cos.shape[1] % 2 or cos.shape[1] > head_dim:
         return None
     num = min(PROBED_POSITIONS, len(cos))
+    cos, sin = cos[:num].cpu(), sin[:num].cpu()  # where the function is tried out
     random = _Random()
     query, key = random(1, 2, num, head_dim), random(1, 1, num, head_dim)
-    first_cos, first_sin = cos[:num].unsqueeze(0), sin[:num].unsqueeze(0)
     try:
-        results = call.function(query, key, first_cos, first_sin, **call.arguments)
+        results = call.function(query, key, cos.unsqueeze(0), sin.unsqueeze(0), **call.arguments)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None  # of a form that it does not take on a CPU
     positions = torch.arange(num)
-    half = cos.shape[1] // 2
-    for cos_half, sin_half in ((cos[:, :half], sin[:, :half]), (cos[:, ::2], sin[:, ::2])):
-        for interleaved in (False, True):
-            table = RotaryTable(cos_half.contiguous(), sin_half.contiguous(), interleaved)
-            pairs = zip((query, key), results, strict=True)
-            if all(_rotates_as(table, x, y, positions) for x, y in pairs):
-                return table
+    for form in ROTATION_FORMS:
+        table = RotaryTable(form.halved(cos), form.halved(sin), form.interleaved)
+        pairs = zip((query, key), results, strict=True)
+        if all(_rotates_as(table, x, y, positions) for x, y in pairs):
+            return form
     return None
 
 
