@@ -175,6 +175,15 @@ def test_what_viewers_have_in_common_is_encoded_once(monkeypatch: pytest.MonkeyP
         late = await next_frame(slow)
         assert [event["text"].split(":")[0] for event in late["events"]] == ["e1", "e2"]
         assert late["requests"][0]["sequences"][0]["tables"] == [[2, [5, 6]]]
+        # From then on it knows what the others know, and so does one that has just come.
+        viewers.append(feed.frames())
+        await next_frame(viewers[-1])
+        await asyncio.gather(*map(anext, [*quick, slow]))  # the frame that the new one caused
+        encoded.clear()
+        client.picture = snapshot([view("r1", [3, 4, 5, 6, 7])])
+        client.counters.num_steps += 1
+        assert len(set(await asyncio.gather(*map(anext, viewers)))) == 1
+        assert encoded == ["frame"]
         for frames_of_one in viewers:
             await frames_of_one.aclose()
 

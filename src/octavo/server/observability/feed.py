@@ -2,7 +2,7 @@
 
 One task for each replica that is looked at asks its engine for a snapshot ten times a second while
 there is a viewer, and not at all otherwise. Each viewer gets the changes since its last frame; a
-slow one skips frames. All that have seen the same get the same bytes.
+slow one skips frames. All that got the same frame last get the same bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Tables = dict[int, list[list[int]]]  # sequence id -> one table per KV group
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a viewer knows after a frame. Viewers who have seen the same frames share it."""
+    """What viewers know after a frame: all who got it the same, whatever they had seen before."""
 
     info: EngineInfo
     snapshot: Snapshot | None  # the last one of this engine, if there was any
@@ -51,7 +51,7 @@ class Seen:
 
 class Frame:
     """A replica at one moment, as viewers are told of it. It is encoded once for all viewers who
-    have seen the same before."""
+    got the same frame last."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class Frame:
         assert info is not None, "a server that has started knows all its engines"
         self._info = info
         self._number, self._replicas, self._metrics = number, replicas, metrics
-        self._snapshot, self._events, self._num_events = snapshot, events, num_events
+        self._snapshot, self._events = snapshot, events
+        self._after = Seen(info, snapshot, num_events)
         self._states = [[each.state, len(each.exchange.open)] for each in replicas]
         self._told: dict[Seen | None, tuple[bytes, Seen]] = {}  # by what was seen before
 
@@ -86,7 +87,7 @@ class Frame:
 
     def _encode(self, seen: Seen | None) -> tuple[bytes, Seen]:
         greeting, info, snapshot = b"", self._info, self._snapshot
-        num_heard = self._num_events if seen is None else seen.num_events
+        num_heard = self._after.num_events if seen is None else seen.num_events
         if seen is None or seen.info is not info:
             seen = Seen(info, None, num_heard)
             about = {"version": __version__, "num_replicas": len(self._replicas)}
@@ -110,7 +111,7 @@ class Frame:
             frame["cached"] = [len(list(run)) for _, run in groupby(b"\0" + cached)]
         if before is None or _pins(before) != pins:
             frame["pins"] = pins
-        return greeting + _sse("frame", frame), Seen(info, snapshot, self._num_events)
+        return greeting + _sse("frame", frame), self._after
 
     def _common(self, snapshot: Snapshot) -> dict[str, Any]:
         """What all viewers are told."""
@@ -124,7 +125,7 @@ class Frame:
 
     def _events_since(self, num_heard: int) -> list[dict[str, Any]]:
         since_boot = time.time() - time.monotonic()
-        num_new = min(self._num_events - num_heard, len(self._events))
+        num_new = min(self._after.num_events - num_heard, len(self._events))
         return [
             dict(zip(("kind", "title", "text"), describe(event), strict=True))
             | {"time": event.time + since_boot}
