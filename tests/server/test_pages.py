@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, cast
 
 import pytest
@@ -110,6 +111,21 @@ def test_frames_tell_what_changed() -> None:
         client.counters.num_steps += 1
         lost = ("lost", {"replicas": [["ready", 0]]})
         assert parse(await asyncio.wait_for(anext(frames), SECONDS)) == [lost]
+        await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cached", [set(), {1}, {NUM_BLOCKS}, {1, 2, 5, NUM_BLOCKS}])
+def test_cached_blocks_are_told_as_runs(cached: set[int]) -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        client.picture = snapshot([], cached)
+        frames = new_feed(client).frames()
+        runs = (await next_frame(frames))["cached"]
+        assert runs == [
+            len(list(run)) for _, run in groupby(range(NUM_BLOCKS + 1), cached.__contains__)
+        ]
         await frames.aclose()
 
     asyncio.run(scenario())

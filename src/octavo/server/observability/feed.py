@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo import __version__
@@ -108,7 +108,7 @@ class Frame:
         }
         cached, pins = snapshot.device.is_cached, _pins(snapshot)
         if before is None or before.device.is_cached != cached:
-            frame["cached"] = [len(list(run)) for _, run in groupby(b"\0" + cached)]
+            frame["cached"] = _runs(b"\0" + cached)
         if before is None or _pins(before) != pins:
             frame["pins"] = pins
         return greeting + _sse("frame", frame), self._after
@@ -294,6 +294,14 @@ def feed_router(feeds: Feeds) -> APIRouter:
 
 def _views(snapshot: Snapshot) -> list[RequestView]:
     return [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
+
+
+def _runs(marks: bytes) -> list[int]:
+    """The lengths of runs of equal bytes."""
+    values = np.frombuffer(marks, np.uint8)
+    starts = np.flatnonzero(values[1:] != values[:-1]) + 1
+    lengths: list[int] = np.diff(starts, prepend=0, append=len(values)).tolist()
+    return lengths
 
 
 def _pins(snapshot: Snapshot) -> dict[str, list[int]]:
