@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import ModelImpl
 from octavo.errors import ConfigError, ModelError
 from octavo.models import registry
-from octavo.models.fallback import paged, recording
+from octavo.models.fallback import build, paged, recording
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -36,6 +39,28 @@ def refused(directory: Path, model_type: str, impl: ModelImpl = "auto", **fields
         read_model_config(directory, impl)
     assert str(directory / "config.json") in str(error.value)
     return str(error.value)
+
+
+def test_models_are_read_in_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers has one table of attentions, into which a recording puts its own."""
+    both = Barrier(2)
+
+    def record_together(*given: Any) -> recording.Recording:
+        with suppress(BrokenBarrierError):
+            both.wait(0.5)  # in vain where they take turns
+        return recording.record(*given)
+
+    monkeypatch.setattr(build, "record", record_together)
+    model_types = ("arcee", "stablelm")
+    for model_type in model_types:
+        shrunken_config(model_type).save_pretrained(tmp_path / model_type)
+    with ThreadPoolExecutor(2) as threads:
+        read = threads.map(
+            lambda name: read_model_config(tmp_path / name, "transformers"), model_types
+        )
+        assert [each.architecture for each in read] == ["ArceeForCausalLM", "StableLmForCausalLM"]
 
 
 @pytest.mark.parametrize(

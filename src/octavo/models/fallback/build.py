@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ NUM_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
 STATE = "its layers carry a state from token to token"
 STATEFUL = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
+_SOLE_USE = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_config(directory: Path) -> Any:
         ModelError: transformers does not know the type, or refuses the fields.
     """
     try:
-        with quiet():
+        with sole_use():
             return AutoConfig.from_pretrained(
                 str(directory), trust_remote_code=False, local_files_only=True
             )
@@ -97,7 +99,8 @@ def build(directory: Path, dtype: torch.dtype, max_model_len: int | None = None)
     config = read_config(directory)
     where = directory / "config.json"
     try:
-        return _build(config, dtype, max_model_len)
+        with sole_use():
+            return _build(config, dtype, max_model_len)
     except Unserved as error:
         raise ModelError(
             f"{where}: octavo cannot serve model_type {shown(config.model_type)} through "
@@ -110,7 +113,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     _check_groups(config)
     register()
     try:
-        with quiet(), torch.device("meta"):
+        with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=dtype,
@@ -272,12 +275,15 @@ def _own_limit(config: Any) -> int:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """transformers' remarks about fields and kernels are not for a server's log."""
+def sole_use() -> Iterator[None]:
+    """Let one thread at a time use what transformers has once in a process: its table of
+    attentions, the dtype and the initialisers while it makes a model, the threshold of its log. Its
+    remarks about fields and kernels are left out: they are not for a server's log."""
     logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    with _SOLE_USE:
+        threshold = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(threshold)

@@ -12,7 +12,7 @@ from octavo.errors import ModelError
 from octavo.layers.base import WeightTarget, WeightTargets
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.models.fallback.build import Built, build, quiet
+from octavo.models.fallback.build import Built, build, sole_use
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.experts import group_experts
@@ -240,7 +240,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    with quiet():
+    with sole_use():
         model.initialize_weights()  # type: ignore[no-untyped-call]
 
 
