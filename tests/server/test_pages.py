@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -33,7 +34,15 @@ from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, Feed
 from octavo.server.observability.metrics import Metrics
 from octavo.server.observability.observation import Observation
 from server.clients import SECONDS
-from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
+from server.observed import (
+    NUM_BLOCKS,
+    FakeClient,
+    admitted,
+    engine_info,
+    open_request,
+    snapshot,
+    view,
+)
 
 
 def new_feed(client: FakeClient) -> Feed:
@@ -111,6 +120,30 @@ def test_frames_tell_what_changed() -> None:
         client.counters.num_steps += 1
         lost = ("lost", {"replicas": [["ready", 0]]})
         assert parse(await asyncio.wait_for(anext(frames), SECONDS)) == [lost]
+        await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_behind_those_shown_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot has only the first that wait, and those of higher priority come before them."""
+
+    async def scenario() -> None:
+        client = FakeClient()
+        monkeypatch.setattr(
+            FakeClient, "exchange", SimpleNamespace(open={"r2": open_request("r2")})
+        )
+        client.picture = snapshot([view("r1", [3]), view("r2", [4])])
+        frames = new_feed(client).frames()
+        await next_frame(frames)
+        client.picture = snapshot([])
+        client.counters.num_steps += 1
+        frame = await next_frame(frames)
+        assert (frame["gone"], frame["hidden"]) == (["r1"], ["r2"])
+        client.picture = snapshot([view("r2", [4, 5])])
+        client.counters.num_steps += 1
+        [request] = (await next_frame(frames))["requests"]
+        assert request["sequences"][0]["tables"] == [[0, [4, 5]]]
         await frames.aclose()
 
     asyncio.run(scenario())

@@ -76,6 +76,7 @@ class Frame:
         self._snapshot, self._events = snapshot, events
         self._after = Seen(info, snapshot, num_events)
         self._states = [[each.state, len(each.exchange.open)] for each in replicas]
+        self._open = replicas[number].exchange.open
         self._told: dict[Seen | None, tuple[bytes, Seen]] = {}  # by what was seen before
 
     def tell(self, seen: Seen | None) -> tuple[bytes, Seen]:
@@ -97,13 +98,16 @@ class Frame:
         before = seen.snapshot
         known = {} if before is None else {view.request_id: view for view in _views(before)}
         views = {view.request_id: view for view in _views(snapshot)}
+        absent = [request_id for request_id in known if request_id not in views]
         frame = self._common(snapshot) | {
             "requests": [
                 _request(view, known.get(view.request_id))
                 for view in views.values()
                 if known.get(view.request_id) != view
             ],
-            "gone": [request_id for request_id in known if request_id not in views],
+            "gone": [request_id for request_id in absent if request_id not in self._open],
+            # They wait behind those that a snapshot has.
+            "hidden": [request_id for request_id in absent if request_id in self._open],
             "events": self._events_since(num_heard),
         }
         cached, pins = snapshot.device.is_cached, _pins(snapshot)

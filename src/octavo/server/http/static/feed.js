@@ -46,12 +46,14 @@ const feed = (() => {
     model.requests.set(update.id, { ...update, done: false });
   }
 
+  function forget(id) {
+    model.requests.delete(id);
+    hues.delete(id);
+  }
+
   function forgetOld() {
     const done = [...model.requests.values()].filter((request) => request.done);
-    for (const request of done.slice(0, Math.max(0, done.length - MAX_FINISHED))) {
-      model.requests.delete(request.id);
-      hues.delete(request.id);
-    }
+    for (const request of done.slice(0, Math.max(0, done.length - MAX_FINISHED))) forget(request.id);
   }
 
   function takeFrame(frame) {
@@ -61,6 +63,7 @@ const feed = (() => {
       const request = model.requests.get(id);
       if (request) request.done = true;
     }
+    for (const id of frame.hidden) forget(id); // it is told anew if it comes back
     if (frame.cached !== undefined) takeCached(frame.cached);
     if (frame.pins !== undefined) model.pins = frame.pins;
     if (frame.events.length) {
