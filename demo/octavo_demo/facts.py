@@ -113,7 +113,7 @@ def _layout(rng: Random, statements: list[str]) -> str:
 
 
 def _hidden_in_story(rng: Random, statements: list[str]) -> str:
-    """Half of the facts, scattered among a story's sentences, the others around them."""
+    """The facts, with the first paragraph of a story somewhere between them."""
     sentences = story(rng).text.split("\n")
     at = rng.randrange(len(statements))
     return " ".join(statements[:at]) + "\n" + sentences[0] + "\n" + " ".join(statements[at:])
