@@ -23,6 +23,7 @@ from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.device.base import Device
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.logit_edits import EditedRow
+from octavo.worker.row_edits import RowEdits
 from octavo.worker.sampler import Sampler, SamplingBatch, rows_not_finite
 from triton_interpreter import prepare_the_interpreter
 from worker.test_sampler import SPECS, make_batch, random_specs
@@ -51,19 +52,33 @@ def choose(
         device = CudaDevice(torch.device("cpu"))
     most = int(batch.num_draws.sum()) + len(batch.num_candidates)
     staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)
-    sampler = Sampler(device.drawer(staging, vocabulary.size), staging, vocabulary)
+    edits = device.edits(1 + most, most, vocabulary)
+    batch = with_records(batch, RowEdits(edits))
+    sampler = Sampler(device.drawer(staging, vocabulary.size), staging, vocabulary, edits)
     part = logits[:, vocabulary.start : vocabulary.start + vocabulary.num_rows]
     before = part.clone()
     with torch.inference_mode():
         staging.begin()
         staged = sampler.stage(batch)
         staging.flush()
-        choice = sampler(part, staged)
+        choice = sampler(part, staged, rows=torch.arange(1, 1 + most, dtype=torch.int32))
         choice.read_back(device.to_host)
     assert torch.equal(part.nan_to_num(), before.nan_to_num())
     first, candidates = choice.first_tokens(), choice.candidates()
     failed = rows_not_finite(first, candidates)
     return first.tolist(), choice.draws(), choice.logprobs(), candidates, failed
+
+
+def with_records(batch: SamplingBatch, edits: RowEdits) -> SamplingBatch:
+    """Rows that the device edits have records from now on, the i-th that of row 1 + i."""
+    by_host = [
+        edit
+        for edit in batch.edited
+        if edit.index >= batch.num_sampled
+        or not edits.open(1 + edit.index, edit.spec, edit.token_ids, edit.num_prompt_tokens)
+    ]
+    edits.carry_out()
+    return replace(batch, edited=by_host, has_records=len(by_host) < len(batch.edited))
 
 
 def check(group: Ranks, logits: Tensor, batch: SamplingBatch, kernels: bool = False) -> None:
@@ -128,6 +143,24 @@ def test_everything_else(size: int, ranks: RanksOf) -> None:
     batch = make_batch(PLAIN, range(len(PLAIN)))
     batch = replace(batch, edited=edited, num_logprobs={0: 3, 4: 0, 7: 5})
     check(ranks(size), logits[: len(PLAIN)], batch)
+
+
+@of_groups
+def test_edited_rows(size: int, kernels: bool, ranks: RanksOf) -> None:
+    """Where a device edits them, each rank has the records of its part of the vocabulary."""
+    asked = [*random_specs(7), *PLAIN[3:6]]
+    logits = rows(len(asked), 110)
+    edited = [
+        EditedRow(i, spec, np.arange(7 * i, 40 + 7 * i, dtype=np.int32), 20)
+        for i, spec in [
+            (1, SamplingSpec(repetition_penalty=1.5)),
+            (4, SamplingSpec(frequency_penalty=1.5, presence_penalty=-0.5)),
+            (5, SamplingSpec(logit_bias=LogitBias.of({2: 9.0, 60: 3.5, 109: 4.0}))),
+            (8, SamplingSpec(repetition_penalty=0.5, forced_tokens=((20, (7, 77)),))),
+        ]
+    ]
+    batch = make_batch(asked, range(len(asked)))
+    check(ranks(size), logits, replace(batch, edited=edited), kernels)
 
 
 @of_groups

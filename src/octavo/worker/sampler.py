@@ -122,7 +122,7 @@ class Drawer(ABC):
 
     @abstractmethod
     def rows_at_once(self, vocab_size: int) -> int:
-        """Into how many rows logits are cut that are copied in float32."""
+        """Into parts of how many rows logits are cut that are copied in float32."""
 
     @abstractmethod
     def stage(self, batch: SamplingBatch, owners: Int64s | None, mode: DrawMode) -> Any:
@@ -158,7 +158,8 @@ class Drawer(ABC):
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """See best_of, without edits."""
-        return best_of(logits, number)
+        size = self.rows_at_once(logits.shape[1])
+        return joined([best_of(part, number) for part in torch.split(logits, size)])
 
     def stage_scores(self, batch: SamplingBatch) -> tuple[int, ...] | None:
         """Put where the next upload takes it along how tokens are scored in a graph: for each row a
@@ -406,6 +407,9 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """See best_of, for all expanded rows; `words`: the step's masks."""
         number = min(max(batch.num_candidates), self.vocabulary.size)
+        has_edits = any(edit.index >= batch.num_sampled for edit in batch.edited)
+        if words is None and not has_edits:
+            return self._best(logits, number)
         size = self.drawer.rows_at_once(self.vocabulary.size)
         found = []
         for begin in range(0, len(logits), size):
@@ -424,10 +428,7 @@ class Sampler:
                 found.append(best_of(whole, number, edits, masked, batch.renormalises))
             else:
                 found.append(self._best(part, number))
-        if len(found) == 1:
-            return found[0]
-        values, indices = zip(*found, strict=True)
-        return torch.cat(values), torch.cat(indices)
+        return joined(found)
 
     def _best(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """See best_of, without edits."""
@@ -453,6 +454,14 @@ class Sampler:
             logits = self.vocabulary.gather(logits[upload(places, device)])
             places = np.arange(len(rows))
         return self.drawer.score_tokens(logits, places, drawn, num_drawn, num_top)
+
+
+def joined(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What was found for some rows after the other, as one."""
+    if len(found) == 1:
+        return found[0]
+    values, indices = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(indices)
 
 
 def best_of(

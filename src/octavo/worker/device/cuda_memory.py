@@ -133,7 +133,7 @@ def largest_steps(
     budget, longest = scheduler.max_num_batched_tokens, model_config.max_model_len - 1
     lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
     lengths = lengths[: scheduler.max_num_seqs]
-    # A penalty takes the most: the logits are copied in float32.
+    # A penalty takes the most: all logits are copied in float32.
     spec = SamplingSpec(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
     def plan(

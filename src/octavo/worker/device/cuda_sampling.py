@@ -66,8 +66,9 @@ class CudaDrawer(Drawer):
         return self._masks[: len(words)]
 
     def rows_at_once(self, vocab_size: int) -> int:
-        """See Drawer.rows_at_once: all of them."""
-        return self._staging.max_num_seqs
+        """See Drawer.rows_at_once. Candidates behind masks take 19 bytes of memory for each logit;
+        the largest steps that it is measured with copy all rows, which takes 4."""
+        return max(1, self._staging.max_num_seqs // 5)
 
     def stage(self, batch: SamplingBatch, owners: Int64s | None, mode: DrawMode) -> DeviceDraws:
         with np.errstate(divide="ignore"):
@@ -130,7 +131,9 @@ class CudaDrawer(Drawer):
         return self._draws(self._each_row[:num_rows], settings, mode)
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
+        if number > MAX_CANDIDATES:
+            return super().best_tokens(logits, number)
+        return best_tokens(logits, number)
 
     def stage_scores(self, batch: SamplingBatch) -> tuple[int, ...] | None:
         """See Drawer.stage_scores: a row's kind is how many likely tokens are looked for."""
