@@ -35,6 +35,7 @@ def small_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sampling, "CHUNK", 64)
         monkeypatch.setattr(sampling, "STRIP", 8)
         monkeypatch.setattr(sampling, "SMALL_CHUNK", 32)
+        monkeypatch.setattr(sampling, "SORTED", 16)  # of some rows all are sorted
         monkeypatch.setattr(candidates, "CHUNK", 64)
 
 

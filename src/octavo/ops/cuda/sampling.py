@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.sampling_limits import find_limits
+from octavo.ops.cuda.sampling_limits import SORTED, find_limits
 from octavo.ops.cuda.sampling_shortlist import Shortlists, gather, outline
 from octavo.ops.cuda.sampling_weights import load_early, row_peak, weights_of
 from octavo.ops.cuda.tile_sizes import power_of_2
@@ -149,6 +149,7 @@ def _find_limits(logits: Tensor, draws: DeviceDraws, cut: _Cut, peaks: Tensor) -
         find_limits[(num_draws,)](
             *(*asked, limits, *short[1:], *sizes),
             SHORT=is_short,
+            SORTED=min(SORTED, power_of_2(vocab_size)),
             CHUNKS=chunks,
             PARTS=parts,
             BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),

@@ -1,10 +1,12 @@
-"""The limits that top_k and top_p set, found without sorting.
+"""The limits that top_k and top_p set, found without sorting rows.
 
 Floats of one sign order like the integers with the same bits. So the k-th largest logit, and the
 logit at which the most likely tokens reach top_p, are found by cutting the range of those integers
 into four in every pass over the row: 8 passes for 16-bit logits, 16 for float32. Counts and sums of
 weights are integers: the limits are exact, and tokens that tie at a limit stay. For top_p a search
 with float32 sums comes first, and exact sums only confirm where it has led.
+
+The shortlists of most draws hold so few logits that these are sorted after all.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.pdl import allow_next, wait_previous
 from octavo.ops.cuda.sampling_shortlist import CAPACITY, load_limits
 from octavo.ops.cuda.sampling_weights import row_peak, scaled_logits, shares_of
+
+SORTED = 256  # logits of a shortlist that are sorted; of more, the limits are searched
 
 _CAPACITY = tl.constexpr(CAPACITY)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -191,6 +195,51 @@ def _last_of_top_p(
     return value_of_key(high.to(tl.int32), dtype)
 
 
+@triton.jit
+def _exact_total(totals, draw, num_chunks, CHUNKS: tl.constexpr):
+    """What all tokens of a draw weigh."""
+    chunks = tl.arange(0, CHUNKS)
+    places = totals + draw * num_chunks + chunks
+    return tl.sum(tl.load(places, mask=chunks < num_chunks, other=0), 0)
+
+
+@triton.jit
+def _sorted_limits(
+    start,
+    length,
+    peak,
+    temperature,
+    limit,
+    top_k,
+    top_p,
+    has_top_k,
+    has_top_p,
+    every,
+    SORTED: tl.constexpr,
+):
+    """What `find_limits` writes, by at most SORTED logits, which are all that matter.
+
+    limit: the least scaled logit because of min_p. every: what all tokens weigh."""
+    places = tl.arange(0, SORTED)
+    inside = places < length
+    values = tl.load(start + places, mask=inside, other=-float("inf")).to(tl.float32)
+    values = tl.sort(values, descending=True)
+    if has_top_k:  # if fewer pass min_p, nothing else is ruled out
+        kth = tl.max(tl.where(places == top_k - 1, values, -float("inf")), 0)
+        limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
+    least_share = 0.0
+    if has_top_p:
+        scaled = scaled_logits(values, peak, temperature)
+        weights = tl.where(inside & (scaled >= limit), shares_of(scaled), 0.0).to(tl.int64)
+        ends = tl.cumsum(weights, 0)
+        total = tl.where(has_top_k, tl.sum(weights, 0), every)
+        # Of equal logits, the first one has the sum of all that are larger.
+        is_before = (ends - weights).to(tl.float64) < top_p * total.to(tl.float64)
+        last = tl.min(tl.where(inside & is_before, values, float("inf")), 0)
+        least_share = shares_of(scaled_logits(last, peak, temperature))
+    return limit, least_share
+
+
 @triton.jit(do_not_specialize=["num_chunks", "num_parts"])
 def find_limits(
     logits,
@@ -209,6 +258,7 @@ def find_limits(
     num_chunks,
     num_parts,
     SHORT: tl.constexpr,
+    SORTED: tl.constexpr,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -237,24 +287,39 @@ def find_limits(
                 start = logits + tl.load(rows + draw) * stride
                 size = vocab_size
             peak = row_peak(peaks, draw, num_parts, PARTS)[0]
-            # The key of the largest logit: float32 holds it exactly.
-            peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
-            if has_top_k:
-                kth = _kth_largest(start, size, peak_key, top_k, BLOCK)
-                limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
-            if has_top_p:
-                if has_top_k:
-                    every = _lowest_key(start.dtype.element_ty)
-                    total = _exact_sums(
-                        start, size, peak, temperature, limit, every, every, every, BLOCK // 4
-                    )[0]
-                else:
-                    chunks = tl.arange(0, CHUNKS)
-                    of_draw = totals + draw * num_chunks + chunks
-                    total = tl.sum(tl.load(of_draw, mask=chunks < num_chunks, other=0), 0)
-                last = _last_of_top_p(
-                    start, size, peak, peak_key, temperature, limit, top_p, total, BLOCK
+            every = tl.full((), 0, tl.int64)
+            if has_top_p & (has_top_k == 0):
+                every = _exact_total(totals, draw, num_chunks, CHUNKS)
+            if SHORT & (size <= SORTED):
+                limit, least_share = _sorted_limits(
+                    start,
+                    size,
+                    peak,
+                    temperature,
+                    limit,
+                    top_k,
+                    top_p,
+                    has_top_k,
+                    has_top_p,
+                    every,
+                    SORTED,
                 )
-                least_share = shares_of(scaled_logits(last, peak, temperature))
+            else:
+                # The key of the largest logit: float32 holds it exactly.
+                peak_key = ordered_key(peak.to(logits.dtype.element_ty)).to(tl.int64)
+                if has_top_k:
+                    kth = _kth_largest(start, size, peak_key, top_k, BLOCK)
+                    limit = tl.maximum(limit, scaled_logits(kth, peak, temperature))
+                if has_top_p:
+                    if has_top_k:
+                        lowest = _lowest_key(start.dtype.element_ty)
+                        every = _exact_sums(
+                            start, size, peak, temperature, limit, lowest, lowest, lowest,
+                            BLOCK // 4,
+                        )[0]  # fmt: skip
+                    last = _last_of_top_p(
+                        start, size, peak, peak_key, temperature, limit, top_p, every, BLOCK
+                    )
+                    least_share = shares_of(scaled_logits(last, peak, temperature))
         tl.store(limits + 2 * draw, limit)
         tl.store(limits + 2 * draw + 1, least_share)

@@ -169,10 +169,11 @@ def gather(
             above = tl.sum(tl.where(thresholds == threshold - 1, amount, 0.0), 0)
             most = (most - above) / shares_of(lowest) + above / shares_of(threshold * -_DISTANCE)
         is_long = (most > _CAPACITY) | (threshold == _NUM_THRESHOLDS - 1)
+        own = tl.load(amounts + (draw * num_chunks + chunk) * _NUM_THRESHOLDS + threshold)
         if is_long & (vocab_size > _CAPACITY):
             if chunk == 0:
                 tl.store(lengths + draw, _CAPACITY + 1)
-        else:
+        elif own > 0:
             values, scaled = _load_kept(
                 logits,
                 row,
