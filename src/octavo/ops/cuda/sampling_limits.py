@@ -19,7 +19,7 @@ from octavo.ops.cuda.pdl import allow_next, wait_previous
 from octavo.ops.cuda.sampling_shortlist import CAPACITY, load_limits
 from octavo.ops.cuda.sampling_weights import row_peak, scaled_logits, shares_of
 
-SORTED = 256  # logits of a shortlist that are sorted; of more, the limits are searched
+SORTED = 512  # logits of a shortlist that are sorted; of more, the limits are searched
 
 _CAPACITY = tl.constexpr(CAPACITY)
 _LOG2_E = tl.constexpr(LOG2_E)
