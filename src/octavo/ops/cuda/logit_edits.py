@@ -108,13 +108,13 @@ class EditRecords:
     def edit(self, logits: Tensor, rows: Tensor, first_token: int) -> Tensor:
         """The logits of rows, edited where they have records.
 
-        Returns:
-            float32 [num_rows, num_tokens], dense.
-
         Args:
             logits: floating [num_rows, num_tokens], rows dense; left unchanged.
             rows: int32 [at least num_rows]: of the batch.
             first_token: see `count`.
+
+        Returns:
+            float32 [num_rows, num_tokens], dense.
         """
         num_rows, num_tokens = logits.shape
         edited = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=self.device)

@@ -41,6 +41,7 @@ FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
 MOST_SEQS = 40_000
 # So have experts for each block of their tokens, of which a token is in up to 16.
 MOST_TOKENS = 400_000
+MOST_RECORDS = 1024  # of rows with penalties: 0.3 to 0.5 GB; the host edits more of them
 HOPPER = 9  # the capability's first number, of GPUs that ops/cuda has quantized products for
 
 
@@ -185,7 +186,8 @@ class CudaDevice(Device):
         return CudaDrawer(staging, vocab_size)
 
     def edits(self, num_rows: int, num_records: int, vocabulary: VocabularyShard) -> CudaEdits:
-        return CudaEdits(num_rows, num_records, vocabulary, self.torch_device)
+        most = min(num_records, MOST_RECORDS)
+        return CudaEdits(num_rows, most, vocabulary, self.torch_device)
 
     def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> CudaPendingTokens:
         assert isinstance(edits, CudaEdits), "the device's own"
