@@ -34,6 +34,7 @@ from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.ops.cuda.shared_workspace import in_workspace
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
+from octavo.worker import graphs as worker_graphs
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device import cuda, cuda_memory
 from octavo.worker.device.cuda import CudaDevice
@@ -433,6 +434,21 @@ def test_a_graph_is_not_launched_while_another_thread_uses_the_workspace() -> No
         assert not launched.wait(0.05)
     thread.join()
     assert launched.is_set()
+
+
+def test_of_rare_graphs_only_some_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on to be captured, and rare ones that are not still run."""
+    monkeypatch.setattr(worker_graphs, "MOST_RARE", 2)
+    graphs: Any = Graphs([1], [], torch.device("cpu"))
+    captured, ran = MagicMock(), MagicMock()
+    graphs._has_graphs, graphs._capture = True, captured
+    for _ in range(3):
+        for key in range(4):
+            graphs.run(key, ran, is_rare=True)
+        graphs.run("step", ran)
+    assert captured.call_count == 3  # of two rare ones, and of the step
+    # At first, and later those two that were not captured.
+    assert ran.call_count == 5 + 2 * 2
 
 
 def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:

@@ -23,6 +23,7 @@ MAX_CHUNKS = 16  # sequences with several tokens in a captured step
 # Decodes in a mixed step. Sizes for more of them are rarer, since decode attention launches one
 # program per head for each decode of the padded size.
 MAX_FEW_SINGLES = 256
+MOST_RARE = 256  # graphs of draws that clients may vary: some 0.2 MB each
 MANY_SINGLES_STEP = 256  # tokens from one size for more decodes to the next
 
 
@@ -69,6 +70,7 @@ class Graphs:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
+        self._num_rare = 0  # captured
         self.captures = captures
         self._has_graphs = captures and device.type == "cuda"  # on a CPU, steps are padded alone
         if self._has_graphs:
@@ -107,19 +109,23 @@ class Graphs:
         if self._has_graphs:
             self._graphs[key] = self._capture(work)
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def run(self, key: Hashable, work: Callable[[], None], is_rare: bool = False) -> None:
         """Run `work`, which makes the same launches whenever the key is the same.
 
         The first time it runs eagerly, so that kernels are compiled and loaded; the second time
         it is captured; from then on it is replayed.
+
+        is_rare: the key is one of very many; of such, no more than MOST_RARE are captured.
         """
         graph = self._graphs.get(key)
-        if not self._has_graphs or (graph is None and key not in self._seen):
+        is_left_out = is_rare and self._num_rare >= MOST_RARE
+        if not self._has_graphs or (graph is None and (key not in self._seen or is_left_out)):
             self._seen.add(key)
             work()
             return
         if graph is None:
             graph = self._graphs[key] = self._capture(work)
+            self._num_rare += is_rare
         replay(graph)
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:

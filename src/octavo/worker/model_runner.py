@@ -519,7 +519,8 @@ class ModelRunner:
         if masks is not None:
             self._sampler.drawer.take_masks(masks)
         work = partial(self._draw_captured, sampling.kind, staged.sampled_rows)
-        graphs.run((sampling.kind, len(staged.sampled_rows)), work)
+        key = sampling.kind, len(staged.sampled_rows)
+        graphs.run(key, work, is_rare=bool(sampling.kind.scored))
         assert staged.results is not None, "staged with the rows"
         assert self._pending is not None, "it has staged them"
         choice = Choice(staged.results.token_ids[:n], is_delivered=True)

@@ -149,11 +149,11 @@ class RowEdits:
 
 def _contents(record: int, text: Int32s, num_prompt: int) -> Int32s:
     """The tokens of a text, as RecordChanges has them."""
-    output, numbers = np.unique(text[num_prompt:], return_counts=True)
-    prompt = np.unique(text[:num_prompt])
-    token_ids = np.union1d(prompt, output)
+    # Without the counts, NumPy takes twenty times as long to find distinct integers.
+    token_ids, numbers = np.unique(text, return_counts=True)
+    output, of_output = np.unique(text[num_prompt:], return_counts=True)
     contents = np.zeros((len(token_ids), 4), np.int32)
     contents[:, 0], contents[:, 1] = record, token_ids
-    contents[np.searchsorted(token_ids, output), 2] = numbers
-    contents[np.searchsorted(token_ids, prompt), 3] = 1
+    contents[np.searchsorted(token_ids, output), 2] = of_output
+    contents[:, 3] = numbers > contents[:, 2]  # the others are the prompt's
     return contents
