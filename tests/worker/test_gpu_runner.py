@@ -366,10 +366,10 @@ def test_a_backend_may_have_steps_that_no_graph_computes(monkeypatch: pytest.Mon
 def noted(method: Callable[..., None], keys: list[Captured]) -> Callable[..., None]:
     """A method of Graphs, which notes the keys of steps."""
 
-    def note(graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
+    def note(graphs: Graphs, key: Hashable, work: Callable[[], None], **options: bool) -> None:
         if isinstance(key, Captured):
             keys.append(key)
-        method(graphs, key, work)
+        method(graphs, key, work, **options)
 
     return note
 
