@@ -111,7 +111,7 @@ class InputBatch:
             num_rows: the most rows that may be open at once, plus row 0, which is for padding.
             staging: where attention stages its arrays.
             masks: of as many rows.
-            edits: of the rows whose logits the device edits.
+            edits: of the rows whose logits the device edits; the caller carries them out.
             has_encoder: whether rows have encoder inputs, which layers read.
         """
         self._has_encoder = has_encoder
@@ -314,14 +314,6 @@ class InputBatch:
     def start_masks_ahead(self, seq_ids: Sequence[int]) -> None:
         """See RowMasks.start_ahead. All tokens of these sequences are known."""
         self._masks.start_ahead(self.masked_rows(seq_ids), self._token_ids)
-
-    def prepare_edits(self) -> None:
-        """See RowEdits.prepare."""
-        self._edits.prepare()
-
-    def carry_out_edits(self) -> None:
-        """See RowEdits.carry_out: what `apply` has changed."""
-        self._edits.carry_out()
 
     def waiting(self) -> frozenset[int]:
         """Sequences whose masks were late when a token was to be drawn, and still are."""

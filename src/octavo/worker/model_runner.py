@@ -190,8 +190,9 @@ class ModelRunner:
         tables = _make_tables(layout, block_size, num_rows, self._longest, device, least_saved)
         vocabulary = VocabularyShard(vocab_size, communicator)
         edits = device.edits(num_rows, scheduler.max_num_seqs, vocabulary)
+        self._edits = RowEdits(edits)
         self._batch = InputBatch(
-            *(tables, num_rows, self._staging, masks, RowEdits(edits)), encoder is not None
+            *(tables, num_rows, self._staging, masks, self._edits), encoder is not None
         )
         drawer = device.drawer(self._draw_staging, vocab_size)
         self._sampler = Sampler(drawer, self._draw_staging, vocabulary, edits)
@@ -234,7 +235,7 @@ class ModelRunner:
             started = (
                 device.moment() if previous is None else previous.end_ahead() or device.moment()
             )
-            batch.carry_out_edits()
+            self._edits.carry_out()
             swapped = self.kv_cache.move(plan, copies) or started
             if plan.encoded:
                 self._encode(plan.encoded)
@@ -564,7 +565,7 @@ class ModelRunner:
         for size in _some_up_to(self._longest_encoded):
             self._run_encoder(self._batch.encoder_padding(size))
         self._launch_steps(sizes)
-        self._batch.prepare_edits()
+        self._edits.prepare()
         vocabulary, hidden = self._sampler.vocabulary, self._hidden
         scored = min(self._staging.max_num_tokens, rows_at_once(vocabulary.size))  # of prompts
         most = max(len(hidden), scored)

@@ -37,6 +37,11 @@ Int64s = NDArray[np.int64]
 # Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.
 DrawMode = Literal["greedy", "random", "limited"]
 
+NO_TOKEN = -1
+# With tensor parallelism: so many rows that are needed whole are dealt to the ranks; of fewer, each
+# rank gathers all, which takes one exchange instead of two.
+DEALT_ROWS = 8
+
 
 class DrawKind(NamedTuple):
     """What it takes to draw a token for each row of a step."""
@@ -44,12 +49,6 @@ class DrawKind(NamedTuple):
     mode: DrawMode
     has_records: bool  # the device edits some of the rows
     scored: tuple[int, ...] = ()  # see Drawer.stage_scores; none where `Sampler` scores tokens
-
-
-NO_TOKEN = -1
-# With tensor parallelism: so many rows that are needed whole are dealt to the ranks; of fewer, each
-# rank gathers all, which takes one exchange instead of two.
-DEALT_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,9 +207,9 @@ def keep_tokens(
         token_ids: int64 [n], dense.
         rows: int32 [n], dense.
         last_tokens: int64 [num_rows], dense.
-        results: int64 [2]: the address of int64 `results_shape`, in memory of the device, or pinned
-            memory of the host, and the index of a row of it. The kernel writes the tokens there,
-            too, from the second element on, and goes on to the next row.
+        results: int64 [2 or more]: the address of int64 `results_shape`, in memory of the device,
+            or pinned memory of the host, and the index of a row of it. The kernel writes the tokens
+            there, too, from the second element on, and goes on to the next row.
         counter: int64 [1], which it writes into the first element.
         results_shape: rows, and elements of a row, at least 1 + n.
         records: of rows, where their tokens are counted.

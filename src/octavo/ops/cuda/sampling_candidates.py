@@ -7,6 +7,8 @@ the lower token id comes first.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -45,34 +47,50 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert 0 < number <= min(MAX_CANDIDATES, vocab_size)
     device = logits.device
-    found = rounded(number)
-    width = power_of_2(found)
-    chunk = max(width, min(CHUNK, power_of_2(vocab_size)))
-    num_chunks = triton.cdiv(vocab_size, chunk)
     values = torch.empty((num_rows, number), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, number), dtype=torch.int32, device=device)
     if num_rows == 0:
         return values, ids
-    best = torch.empty((num_rows, num_chunks, width), dtype=torch.int64, device=device)
-    peaks = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    sums = torch.empty_like(peaks)
-    pdl = launch_options(device)
-    _chunk_kernel[(num_chunks, num_rows)](
-        *(logits, best, peaks, sums, logits.stride(0), vocab_size, num_chunks),
-        WIDTH=width,
-        NUMBER=found if found <= FEW else 0,
-        CHUNK=chunk,
-        num_warps=4 if found <= FEW else 8,
+    chunks, pdl = Chunks.of(num_rows, vocab_size, number, device), launch_options(device)
+    _chunk_kernel[(chunks.number, num_rows)](
+        *(logits, *chunks.found, logits.stride(0), vocab_size, chunks.number),
+        **chunks.of_chunk,
         **pdl,
     )
     _row_kernel[(num_rows,)](
-        *(best, peaks, sums, values, ids, num_chunks, number),
-        WIDTH=width,
-        CHUNKS=power_of_2(num_chunks),
-        num_warps=4,
-        **pdl,
+        *(*chunks.found, values, ids, chunks.number, number), **chunks.of_row, **pdl
     )
     return values, ids
+
+
+class Chunks(NamedTuple):
+    """How rows are cut, and memory for what is found in each chunk; see `outline_chunk`."""
+
+    number: int  # of a row
+    found: tuple[Tensor, Tensor, Tensor]  # best, peaks and sums
+    of_chunk: dict[str, int]  # compile-time arguments of a kernel that works on a chunk
+    of_row: dict[str, int]  # and of one that combines those of a row
+
+    @classmethod
+    def of(cls, num_rows: int, vocab_size: int, number: int, device: torch.device) -> Chunks:
+        """number: how many of the best tokens are looked for; may be 0."""
+        found = rounded(number)
+        width = power_of_2(found) if found else 0
+        chunk = max(width, min(CHUNK, power_of_2(vocab_size)))
+        num_chunks = triton.cdiv(vocab_size, chunk)
+        peaks = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+        best = torch.empty((num_rows, num_chunks, width), dtype=torch.int64, device=device)
+        return cls(
+            num_chunks,
+            (best, peaks, torch.empty_like(peaks)),
+            {
+                "WIDTH": width,
+                "NUMBER": found if found <= FEW else 0,
+                "CHUNK": chunk,
+                "num_warps": 4 if found <= FEW else 8,
+            },
+            {"WIDTH": width, "CHUNKS": power_of_2(num_chunks), "num_warps": 4},
+        )
 
 
 @triton.jit(do_not_specialize=["num_chunks"])

@@ -13,17 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda import sampling_candidates
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.sampling_candidates import (
-    FEW,
     MAX_CANDIDATES,
+    Chunks,
     merge_best,
     normaliser_of,
     outline_chunk,
     rounded,
 )
-from octavo.ops.cuda.tile_sizes import power_of_2
 
 SCORE_WORDS = 2 + 2 * MAX_CANDIDATES  # of what is delivered of a token
 
@@ -94,33 +92,23 @@ def _launch(
     num_draws, vocab_size = len(token_ids), logits.shape[1]
     assert 0 <= number <= min(MAX_CANDIDATES, vocab_size)
     device, found = logits.device, rounded(number)
-    width = power_of_2(found) if found else 0
-    chunk = max(width, min(sampling_candidates.CHUNK, power_of_2(vocab_size)))
-    num_chunks = triton.cdiv(vocab_size, chunk)
-    best = torch.empty((num_draws, num_chunks, width), dtype=torch.int64, device=device)
-    peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=device)
-    sums = torch.empty_like(peaks)
-    larger = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=device)
+    chunks = Chunks.of(num_draws, vocab_size, number, device)
+    larger = torch.empty((num_draws, chunks.number), dtype=torch.int32, device=device)
     drawn = torch.empty(num_draws, dtype=torch.float32, device=device)
     pdl = launch_options(device)
     # Draws come first: the grid's second dimension ends at 65,535.
-    _score_chunk_kernel[(num_draws, num_chunks)](
-        *(logits, rows, token_ids, numbers, drawn, best, peaks, sums, larger),
-        *(logits.stride(0), vocab_size, num_chunks),
+    _score_chunk_kernel[(num_draws, chunks.number)](
+        *(logits, rows, token_ids, numbers, drawn, *chunks.found, larger),
+        *(logits.stride(0), vocab_size, chunks.number),
         FOUND=found,
-        WIDTH=width,
-        NUMBER=found if found <= FEW else 0,
-        CHUNK=chunk,
-        num_warps=4 if found <= FEW else 8,
+        **chunks.of_chunk,
         **pdl,
     )
     _score_kernel[(num_draws,)](
-        *(drawn, numbers, best, peaks, sums, larger),
-        *(*results, place, num_chunks, number, size),
+        *(drawn, numbers, *chunks.found, larger),
+        *(*results, place, chunks.number, number, size),
         FOUND=found,
-        WIDTH=width,
-        CHUNKS=power_of_2(num_chunks),
-        num_warps=4,
+        **chunks.of_row,
         **pdl,
     )
 

@@ -290,8 +290,8 @@ class Device(ABC):
     def edits(
         self, num_rows: int, num_records: int, vocabulary: VocabularyShard
     ) -> DeviceEdits | None:
-        """What edits logits of rows that have records, of which there are at most `num_records`;
-        None if the host edits all."""
+        """What edits the logits of rows by at most `num_records` records; None if the host edits
+        those of all rows."""
         return None
 
     def pending_tokens(self, num_rows: int, edits: DeviceEdits | None) -> PendingTokens | None:

@@ -20,7 +20,7 @@ from octavo.worker.device.base import Delivered, PendingTokens
 from octavo.worker.device.cuda_edits import CudaEdits
 from octavo.worker.logprobs import FoundScores
 
-_NUM_RESULTS = 8  # of steps in flight, of which there are three at most
+_NUM_RESULTS = 8  # at least as many as steps that may be in flight, which are three
 
 
 class CudaPendingTokens(PendingTokens):
@@ -38,6 +38,7 @@ class CudaPendingTokens(PendingTokens):
         # from when tokens are scored first.
         self._results: Tensor | None = None
         self._scores: Tensor | None = None
+        self._delivered: list[Delivered] = []  # views of both, of each step
         self._place: Tensor | None = None  # on the device: where they are, and which the step's are
         self._number = 0  # which the next step's are
 
@@ -64,13 +65,9 @@ class CudaPendingTokens(PendingTokens):
 
     def stage_results(self, staging: Staging, are_scored: bool) -> Delivered:
         """See PendingTokens.stage_results."""
-        is_gpu, most = self._last.device.type == "cuda", staging.max_num_seqs
-        if self._results is None:
-            shape: tuple[int, ...] = (_NUM_RESULTS, 1 + most)
-            self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
-        if are_scored and self._scores is None:
-            shape = (_NUM_RESULTS, most, SCORE_WORDS)
-            self._scores = torch.zeros(shape, dtype=torch.int32, pin_memory=is_gpu)
+        if self._results is None or (are_scored and self._scores is None):
+            self._make_room(staging.max_num_seqs, are_scored)
+        assert self._results is not None, "made with the first step"
         scores = 0 if self._scores is None else self._scores.data_ptr()
         place = np.array([self._results.data_ptr(), self._number, scores])
         self._place = staging.put("results", place, len(place))
@@ -78,12 +75,24 @@ class CudaPendingTokens(PendingTokens):
 
     def next_results(self) -> Delivered:
         """See PendingTokens.next_results."""
-        assert self._results is not None, "stage_results() comes first"
-        number, results, scores = self._number, self._results, self._scores
-        self._number = (number + 1) % _NUM_RESULTS
-        return Delivered(
-            results[number, :1], results[number, 1:], None if scores is None else scores[number]
-        )
+        delivered = self._delivered[self._number]
+        self._number = (self._number + 1) % _NUM_RESULTS
+        return delivered
+
+    def _make_room(self, most: int, are_scored: bool) -> None:
+        """Make what is not there of memory for results of steps of so many sequences."""
+        is_gpu = self._last.device.type == "cuda"
+        if self._results is None:
+            shape: tuple[int, ...] = (_NUM_RESULTS, 1 + most)
+            self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
+        if are_scored:
+            shape = (_NUM_RESULTS, most, SCORE_WORDS)
+            self._scores = torch.zeros(shape, dtype=torch.int32, pin_memory=is_gpu)
+        scores = [None] * _NUM_RESULTS if self._scores is None else self._scores
+        self._delivered = [
+            Delivered(tokens[:1], tokens[1:], of_step)
+            for tokens, of_step in zip(self._results, scores, strict=True)
+        ]
 
     def score(
         self, logits: Tensor, token_ids: Tensor, numbers: Tensor, kinds: Sequence[int]

@@ -63,7 +63,7 @@ const feed = (() => {
       const request = model.requests.get(id);
       if (request) request.done = true;
     }
-    for (const id of frame.hidden) forget(id); // it is told anew if it comes back
+    for (const id of frame.hidden) forget(id); // they are sent again if they come back
     if (frame.cached !== undefined) takeCached(frame.cached);
     if (frame.pins !== undefined) model.pins = frame.pins;
     if (frame.events.length) {
