@@ -215,13 +215,15 @@ def saved_bytes(shard: ModelConfig, batch: int, hit: float) -> float:
 def kv_bytes_read(engine: Engine, context: int) -> int:
     """Bytes of K and V that one sequence's step reads in all layers."""
     capacity, block_size = engine.executor.capacity, engine.config.cache.block_size
-    per_token = capacity.block_bytes // (block_size * capacity.layout.layers_per_block)
-    windows = engine.model_config.layer_windows
+    element_bytes = capacity.block_bytes // (block_size * capacity.layout.token_size)
     context = first_context(engine, context) + WARM_UP + STEPS // 2
-    num_tokens = sum(min(context, window or context) for window in windows)
-    if engine.model_config.encoder:
-        num_tokens += ENCODER_INPUT * engine.model_config.num_layers
-    return per_token * num_tokens
+    num_elements = 0
+    for layer in engine.model_config.layers:
+        own, cross = layer.attention, layer.cross_attention
+        num_elements += min(context, own.window or context) * own.num_kv_heads * own.head_dim
+        if cross is not None:
+            num_elements += ENCODER_INPUT * cross.num_kv_heads * cross.head_dim
+    return 2 * element_bytes * num_elements
 
 
 def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) -> dict[str, float]:

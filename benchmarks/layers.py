@@ -24,7 +24,6 @@ from gpu_harness import config_directory, copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.config import QuantizationName
-from octavo.core.kv.specs import group_layers
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.models.registry import quantized_on_load, read_model_config
@@ -57,11 +56,10 @@ class Chain:
         self._context = context
         self.model: CausalLM = load_model(config, DTYPE, GPU, SingleRank(), "dummy")
         kind = load_backend("triton")
-        layout = group_layers(config.kv_specs())
-        block = kind.kv_block_shape(BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        layout = config.kv_layout()
         blocks = -(-context // BLOCK_SIZE)
         groups = len(layout.groups)
-        shape = (groups * most_seqs * blocks + 1, layout.layers_per_block, *block)
+        shape = (groups * most_seqs * blocks + 1, BLOCK_SIZE, layout.token_size)
         self._cache = torch.empty(shape, dtype=DTYPE, device=GPU).normal_()
         ids = torch.randperm(groups * most_seqs * blocks, device=GPU).int() + 1
         self._tables = list(ids.view(groups, most_seqs, blocks).unbind())

@@ -330,8 +330,8 @@ def _published(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.layers[0].attention.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_key_value_heads": config.layers[0].attention.num_kv_heads,
+        "head_dim": config.layers[0].attention.head_dim,
         "max_position_embeddings": config.max_model_len,
         "word_embed_proj_dim": config.hidden_size,
     }
@@ -363,7 +363,8 @@ class Octavo:
         layers = [replace(layer, kv_scales=kv_scales) for layer in model.attention_layers]
         backend_class = load_backend(backend)
         blocks_per_seq = -(-config.max_model_len // BLOCK_SIZE)
-        shape = backend_class.kv_block_shape(BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        attention = config.layers[0].attention
+        shape = backend_class.kv_block_shape(BLOCK_SIZE, attention.num_kv_heads, attention.head_dim)
         size = (1 + max_num_seqs * blocks_per_seq, len(layers), *shape)
         cache = torch.zeros(size, dtype=cached_dtype(layers, BF16), device=self._device)
         places = [LayerPlace(0, i) for i in range(len(layers))]

@@ -190,7 +190,7 @@ def simulated(engine: Engine, clock: VirtualClock, arguments: argparse.Namespace
         engine.executor.capacity,
         cost_model(engine, arguments),
         clock,
-        RowLengths(engine.model_config.layer_windows),
+        RowLengths(engine.model_config.window_sizes),
         is_asynchronous=engine.executor.is_asynchronous,
     )
     return Engine(engine.config, engine.model_config, executor, clock=clock)

@@ -21,8 +21,8 @@ from octavo.memory_budget import (
 )
 
 # OPT-13B, the paper's example: 40 layers, hidden 5120, fp16: 800 KB a token (section 3).
-OPT_13B = KVShape.dense(group_layers([FullAttention()] * 40), 16, 40, 128, 2)
-SMALL = KVShape.dense(group_layers([FullAttention()] * 2), 4, 2, 8, 4)  # 1 KiB a block
+OPT_13B = KVShape(group_layers([FullAttention()] * 40), 16, 2 * 40 * 128 * 2)
+SMALL = KVShape(group_layers([FullAttention()] * 2), 4, 2 * 2 * 8 * 4)  # 1 KiB a block
 NOTHING = FixedMemory(0, 0)
 
 
@@ -40,7 +40,7 @@ def test_kv_bytes_per_token_are_the_papers() -> None:
 def test_mixed_layers_share_blocks() -> None:
     # 2 full and 10 sliding layers: 1 + 5 groups of 2 layers.
     layout = group_layers([FullAttention()] * 2 + [SlidingWindow(64)] * 10)
-    shape = KVShape.dense(layout, 16, 4, 64, 2)
+    shape = KVShape(layout, 16, 2 * 4 * 64 * 2)
     assert shape.block_bytes == 2 * (2 * 16 * 4 * 64 * 2)
     assert shape.bytes_per_token == 12 * (2 * 4 * 64 * 2)
     # 1000 tokens: 63 full blocks, and 5 windows of 63 + 16 tokens that straddle 6 blocks.
@@ -128,7 +128,7 @@ def test_advice_that_would_not_help_is_not_given() -> None:
 
 def test_a_window_makes_long_sequences_fit() -> None:
     layout = group_layers([SlidingWindow(8)] * 2)
-    shape = KVShape.dense(layout, 4, 2, 8, 4)
+    shape = KVShape(layout, 4, 2 * 2 * 8 * 4)
     assert shape.longest_sequence(num_blocks=4, chunk=1, limit=1_000_000) == 1_000_000
     assert shape.longest_sequence(num_blocks=2, chunk=1, limit=1_000_000) == 8
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.config import DTYPE_BYTES, GIB, CacheConfig, DTypeName
-from octavo.core.kv.specs import group_layers
 from octavo.memory_budget import FixedMemory, KVShape, MemoryBudget, plan_memory
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, dense_token_size
 from octavo.simulation.models import find_model
 
 BLOCK_SIZE = 16
@@ -41,13 +40,10 @@ class Server:
     def shape(self, block_size: int = BLOCK_SIZE) -> KVShape:
         """The KV of one device: its share of the heads."""
         config = self.config
-        return KVShape.dense(
-            group_layers(config.kv_specs()),
-            block_size,
-            config.num_kv_heads // self.num_gpus,
-            config.head_dim,
-            DTYPE_BYTES[DTYPE],
+        layout = config.kv_layout(
+            lambda heads, size: dense_token_size(heads // self.num_gpus, size)
         )
+        return KVShape(layout, block_size, DTYPE_BYTES[DTYPE])
 
     def budget(self, block_size: int = BLOCK_SIZE) -> MemoryBudget:
         """How one device's memory is divided."""

@@ -32,27 +32,18 @@ class KVShape:
 
     layout: KVLayout
     block_size: int  # tokens
-    layer_bytes: int  # one layer's keys and values in one block, in the attention backend's layout
+    element_bytes: int
     encoder_len: int = 0  # tokens of encoder input that a sequence holds beside its own
-
-    @classmethod
-    def dense(
-        cls,
-        layout: KVLayout,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype_bytes: int,
-        encoder_len: int = 0,
-    ) -> KVShape:
-        """The shape for a backend without padding."""
-        layer_bytes = 2 * block_size * num_kv_heads * head_dim * dtype_bytes
-        return cls(layout, block_size, layer_bytes, encoder_len)
 
     @property
     def block_bytes(self) -> int:
         """Keys and values of `block_size` tokens, in as many layers as a block has room for."""
-        return self.layout.layers_per_block * self.layer_bytes
+        return self.layout.token_size * self.block_size * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token in all layers, without padding layers."""
+        return sum(group.token_size for group in self.layout.groups) * self.element_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -79,11 +70,10 @@ class KVShape:
     def read_bytes(self, num_tokens: int) -> int:
         """What the last query of a sequence of `num_tokens` reads: the least it could take."""
         read = sum(
-            len(group.layer_ids)
-            * num_read_tokens(group.spec, self.followed(group.spec, num_tokens))
+            group.token_size * num_read_tokens(group.spec, self.followed(group.spec, num_tokens))
             for group in self.layout.groups
         )
-        return read * self.layer_bytes // self.block_size
+        return read * self.element_bytes
 
     def followed(self, spec: KVSpec, num_tokens: int) -> int:
         """The length of what a group's blocks hold for a sequence of `num_tokens`."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
-from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig
 from octavo.memory_budget import (
@@ -244,11 +243,9 @@ def _most_copies(
 
 def _kv_shape(config: EngineConfig, shard: ModelConfig, dtype: str) -> KVShape:
     """The KV of one device, without an attention backend's padding of heads."""
-    return KVShape.dense(
-        group_layers(shard.kv_specs()),
+    return KVShape(
+        shard.kv_layout(),
         config.cache.block_size,
-        shard.num_kv_heads,
-        shard.head_dim,
         config.cache.element_bytes(dtype),
         shard.longest_encoder_input(config.scheduler.max_num_batched_tokens),
     )

@@ -335,10 +335,10 @@ def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
 def test_layers_form_groups_of_equal_size() -> None:
     full, window = FullAttention(), SlidingWindow(8)
     layout = group_layers([window, window, window, full] * 2)
-    assert layout.layers_per_block == 2
+    assert layout.token_size == 2
     assert [len(group.layer_ids) for group in layout.groups] == [2, 2, 2, 2]
     assert sorted(layer for group in layout.groups for layer in group.layer_ids) == list(range(8))
-    assert group_layers([full] * 5).layers_per_block == 5
+    assert group_layers([full] * 5).token_size == 5
 
 
 class ManagerMachine(RuleBasedStateMachine):

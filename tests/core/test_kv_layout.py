@@ -70,7 +70,7 @@ def test_every_layer_has_a_place_of_its_own() -> None:
     assert len(set(places.values())) == len(specs)
     for layer_id, (group, index, span) in places.items():
         assert layout.groups[group].spec == specs[layer_id]
-        assert (index + 1) * span <= layout.layers_per_block
+        assert (index + 1) * span <= layout.token_size
 
 
 def test_the_number_of_groups_is_bounded_unless_more_specs_differ() -> None:
@@ -84,7 +84,7 @@ def test_the_number_of_groups_is_bounded_unless_more_specs_differ() -> None:
 def test_padding_is_put_where_it_costs_least() -> None:
     """Long sequences pay for padding in full attention, and hardly for padding behind windows."""
     layout = layout_of((None, 10), (1024, 52))
-    assert groups_of(layout)[0] == (FullAttention(), layout.layers_per_block)
+    assert groups_of(layout)[0] == (FullAttention(), layout.token_size)
     assert layout.relative_bytes([32_768]) < 1.03
 
 
@@ -104,7 +104,7 @@ def vllm_s_layout(num_full: int, num_sliding: int, window: int) -> KVLayout:
 def test_gemma_3_27b_takes_little_more_than_its_windows_need(num_tokens: int) -> None:
     """At 32k, 1.024 times what its layers read. vLLM forms the same groups."""
     layout = layout_of((None, 10), (1024, 52))
-    shape = KVShape.dense(layout, 16, num_kv_heads=16, head_dim=128, dtype_bytes=2)
+    shape = KVShape(layout, 16, element_bytes=2 * 16 * 128 * 2)  # sizes of layers are 1
     assert shape.held_bytes(num_tokens) <= 1.13 * shape.read_bytes(num_tokens)
     if num_tokens == 32_768:
         assert shape.read_bytes(num_tokens) == (10 * 32_768 + 52 * 1024) * 2 * 16 * 128 * 2
@@ -138,12 +138,52 @@ def test_few_layers_of_a_kind_are_stored_in_longer_blocks() -> None:
         *[(5, 1)] * 5,
     ]
     assert layout.block_sizes(16) == (80, 16, 16, 16, 16, 16)
-    assert layout.layers_per_block == 5
+    assert layout.token_size == 5
     for num_full in range(1, 6):
         for num_sliding in range(10 * num_full, 60):
             layout = layout_of((None, num_full), (1024, num_sliding))
             assert len(layout.groups) <= MAX_GROUPS
             assert layout.relative_bytes() <= 1.16
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sliding", "full", "num_groups", "used"),
+    [  # layers, and elements of a token in each
+        ("Gemma 4 E2B", 512, (12, 512), (3, 1024), 3, 1.01),
+        ("Gemma 4 E4B", 512, (20, 1024), (4, 2048), 7, 1.01),
+        ("Gemma 4 26B-A4B", 1024, (25, 4096), (5, 2048), 6, 1.01),
+        ("Gemma 4 31B", 1024, (50, 8192), (10, 4096), 3, 1.01),
+        ("MiMo-V2-Flash", 128, (39, 3072), (9, 1536), 4, 1.05),
+        ("sizes that divide nothing", 128, (39, 3079), (9, 1537), 4, 1.05),
+    ],
+)
+def test_layers_of_different_sizes_share_one_pool(
+    name: str,
+    window: int,
+    sliding: tuple[int, int],
+    full: tuple[int, int],
+    num_groups: int,
+    used: float,
+) -> None:
+    specs = [SlidingWindow(window)] * sliding[0] + [FullAttention()] * full[0]
+    layout = group_layers(specs, [sliding[1]] * sliding[0] + [full[1]] * full[0])
+    assert len(layout.groups) == num_groups
+    assert layout.relative_bytes() <= used
+    places = layout.places()
+    assert sorted(places) == list(range(len(specs)))
+    for layer_id, (group, index, span) in places.items():
+        size = layout.groups[group].layer_size
+        assert size == (full[1] if layer_id >= sliding[0] else sliding[1])
+        assert (index + 1) * size * span <= layout.token_size
+
+
+def test_layers_that_read_another_layer_s_kv_have_no_place() -> None:
+    full, near = FullAttention(), SlidingWindow(8)
+    layout = group_layers([near, full, None, None, near], [4, 8, 8, 4, 4])
+    assert groups_of(layout) == [(near, 2), (full, 1)]
+    assert sorted(layout.places()) == [0, 1, 4]
+    with pytest.raises(ValueError, match="a model without attention layers has no KV"):
+        group_layers([None, None])
 
 
 def test_a_model_without_layers_has_no_layout() -> None:

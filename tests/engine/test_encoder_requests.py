@@ -243,7 +243,7 @@ def test_policies_that_reserve_for_sequences_alone_are_refused(
 
 
 def test_memory_counts_the_encoder_s_input(model: ModelConfig) -> None:
-    shape = KVShape.dense(group_layers(model.kv_specs()), 4, 4, 8, 4, encoder_len=40)
+    shape = KVShape(model.kv_layout(), 4, 4, encoder_len=40)
     assert shape.blocks_for(9, chunk=64) == 3 + 10
     assert shape.held_bytes(12) == shape.read_bytes(12) == (3 + 10) * shape.block_bytes
 

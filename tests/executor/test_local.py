@@ -68,8 +68,8 @@ def test_capacity_is_what_the_budget_says() -> None:
     executor: Executor = make_executor("qwen2", attention_backend="reference")
     capacity = executor.capacity
     config = read_model_config(model_directory("qwen2"))
-    layers = config.num_layers // 2  # in each of two groups
-    block_bytes = layers * 2 * 8 * config.num_kv_heads * config.head_dim * 4
+    layers, attention = config.num_layers // 2, config.layers[0].attention  # in each of two groups
+    block_bytes = layers * 2 * 8 * attention.num_kv_heads * attention.head_dim * 4
     assert len(capacity.layout.groups) == 2
     assert capacity.block_bytes == block_bytes
     assert capacity.num_blocks == 64

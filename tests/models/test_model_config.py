@@ -621,8 +621,8 @@ def test_llama_31(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_31_8B)
     assert (config.architecture, config.family) == ("LlamaForCausalLM", "llama")
     attention = config.layers[0].attention
-    assert (config.num_layers, attention.num_heads, config.num_kv_heads) == (32, 32, 8)
-    assert (config.head_dim, config.max_model_len) == (128, 131072)
+    assert (config.num_layers, attention.num_heads, attention.num_kv_heads) == (32, 32, 8)
+    assert (attention.head_dim, config.max_model_len) == (128, 131072)
     assert config.rotaries == (RotaryConfig(128, 500000.0, "llama3", 8.0, 8192, 1.0, 4.0),)
     assert attention.rotary == 0
     assert attention.scale == 128**-0.5
@@ -671,9 +671,9 @@ def test_config_json_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_heads_of_no_size_have_that_of_the_hidden_state(tmp_path: Path) -> None:
     """A null is not the family's default, as in transformers."""
     fields = SEED_OSS | {"hidden_size": 5120, "num_attention_heads": 80, "head_dim": None}
-    assert read(tmp_path, fields).head_dim == 64
+    assert read(tmp_path, fields).layers[0].attention.head_dim == 64
     del fields["head_dim"]
-    assert read(tmp_path, fields).head_dim == 128
+    assert read(tmp_path, fields).layers[0].attention.head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -753,7 +753,9 @@ def test_qwen_norms_and_biases(tmp_path: Path) -> None:
         assert (attention.qkv_bias, attention.output_bias) == (qkv_bias, False)
         assert (attention.head_norm is not None) == head_norms
     fields = {key: value for key, value in QWEN3_06B.items() if key != "head_dim"}
-    assert read(tmp_path, fields).head_dim == 128  # the family's default, not 1024 / 16
+    assert (
+        read(tmp_path, fields).layers[0].attention.head_dim == 128
+    )  # the family's default, not 1024 / 16
 
 
 def test_layers_without_rotary_positions(tmp_path: Path) -> None:
@@ -875,7 +877,7 @@ def test_where_falcon_has_norms(tmp_path: Path) -> None:
         (FALCON_40B, 8),
         (FALCON_7B | {"multi_query": False}, 71),
     ):
-        assert read(tmp_path, fields).num_kv_heads == heads
+        assert read(tmp_path, fields).layers[0].attention.num_kv_heads == heads
 
 
 def test_alibi_slopes(tmp_path: Path) -> None:
@@ -998,8 +1000,11 @@ def test_end_tokens(tmp_path: Path) -> None:
 def test_defaults_of_kv_heads(tmp_path: Path) -> None:
     for base, default in ((LLAMA_2_7B, 32), (MISTRAL_7B, 8)):
         fields = {key: value for key, value in base.items() if key != "num_key_value_heads"}
-        assert read(tmp_path, fields).num_kv_heads == default
-        assert read(tmp_path, fields | {"num_key_value_heads": None}).num_kv_heads == 32
+        assert read(tmp_path, fields).layers[0].attention.num_kv_heads == default
+        assert (
+            read(tmp_path, fields | {"num_key_value_heads": None}).layers[0].attention.num_kv_heads
+            == 32
+        )
 
 
 def test_names_that_gpt2_has_two_of(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_what_is_known_is_priced_by_the_simulators_model() -> None:
         size = ModelSize.of(model.kept_by("hopper"), "bfloat16")
         assert size.weight_bytes < ModelSize.of(model.kept_by("none"), "bfloat16").weight_bytes
         cost = CostModel(size, GPUS["h200"], 2, llm.engine.kv.block_size)
-        rows = RowLengths(model.layer_windows)
+        rows = RowLengths(model.window_sizes)
     shapes = [rows.follow(plan) for plan in plans]
     assert max(shape.num_tokens for shape in shapes) > 60
     assert recorder.counters.num_steps == len(plans)

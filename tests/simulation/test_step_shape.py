@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def test_what_a_window_sees(start: int, count: int, window: int) -> None:
 
 
 def test_amounts_by_hand() -> None:
-    rows = RowLengths([None])
+    rows = RowLengths({None: 1})
     # 10 prompt tokens, 4 of them cached; and a prompt of 3.
     prefill = rows.follow(plan({1: 6, 2: 3}, opened=[opened(1, 10, 4), opened(2, 3)]))
     pairs = (5 + 6 + 7 + 8 + 9 + 10) + (1 + 2 + 3)
@@ -63,7 +64,7 @@ def test_amounts_by_hand() -> None:
 
 def test_windows_bound_what_is_read() -> None:
     """Two of three layers see 8 tokens."""
-    rows = RowLengths([None, 8, 8])
+    rows = RowLengths({None: 1, 8: 2})
     prefill = rows.follow(plan({1: 20}, opened=[opened(1, 20)]))
     assert prefill.kv_tokens == pytest.approx((20 + 2 * 20) / 3)
     assert prefill.attention_pairs == pytest.approx((210 + 2 * windowed_pairs(0, 20, 8)) / 3)
@@ -73,7 +74,7 @@ def test_windows_bound_what_is_read() -> None:
 
 def test_the_paper_s_forks_copy_what_is_reserved() -> None:
     """A beam of 20 tokens moves to a reservation of 5 blocks: an extent of 8."""
-    extents = CopiedExtents(RowLengths([None]))
+    extents = CopiedExtents(RowLengths({None: 1}))
     extents.follow(
         plan({1: 20}, opened=[opened(1, 20)], table_writes=[TableWrite(1, 0, 0, (0, 1))])
     )
@@ -94,7 +95,7 @@ def test_the_paper_s_forks_copy_what_is_reserved() -> None:
 
 
 def test_batches_are_padded_to_the_longest() -> None:
-    batches = PaddedBatches(RowLengths([None]))
+    batches = PaddedBatches(RowLengths({None: 1}))
     rows = [opened(1, 10), opened(2, 30)]
     prefill = batches.follow(plan({1: 10, 2: 30}, opened=rows))
     assert prefill == StepShape(2, 60, 2, 60, 2 * 30 * 31 // 2)
@@ -107,7 +108,7 @@ def test_batches_are_padded_to_the_longest() -> None:
 
 
 def test_padded_samples_count_after_the_prompt() -> None:
-    batches = PaddedBatches(RowLengths([None]))
+    batches = PaddedBatches(RowLengths({None: 1}))
     batches.follow(plan({1: 10}, opened=[opened(1, 10)]))
     forks = [Fork(1, 2, 1), Fork(1, 3, 2)]
     assert batches.follow(plan({1: 1, 2: 1, 3: 1}, forks=forks)).kv_tokens == 33
@@ -115,7 +116,7 @@ def test_padded_samples_count_after_the_prompt() -> None:
 
 def test_a_row_is_followed_from_any_idle_moment() -> None:
     """Rows of before may still be closed."""
-    rows = RowLengths([None])
+    rows = RowLengths({None: 1})
     assert rows.follow(plan({7: 2}, closed=[1, 2], opened=[opened(7, 2)])).num_tokens == 2
 
 
@@ -123,7 +124,7 @@ def test_a_row_is_followed_from_any_idle_moment() -> None:
 def test_it_agrees_with_a_plain_count(windows: list[int | None]) -> None:
     """Of rows that come, fork, go, wait, are taken back, and compute one token or several."""
     draw = random.Random(0)
-    rows, lengths, ids = RowLengths(windows), dict[int, int](), itertools.count()
+    rows, lengths, ids = RowLengths(Counter(windows)), dict[int, int](), itertools.count()
     for _ in range(300):
         closed = [seq for seq in lengths if draw.random() < 0.1]
         parents = [seq for seq in lengths if draw.random() < 0.05]

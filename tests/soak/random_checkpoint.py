@@ -80,7 +80,7 @@ def _distribution(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
         return 0.0, 1.5 / math.sqrt(shape[1])
     deviation = 1.5 / math.sqrt(shape[-1])
     if config.family == "t5" and name.endswith("Attention.q.weight"):  # scores have no scale
-        deviation /= math.sqrt(config.head_dim)
+        deviation /= math.sqrt(config.layers[0].attention.head_dim)
     return 0.0, deviation
 
 

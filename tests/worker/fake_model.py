@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.config import make_config
-from octavo.core.kv.specs import FullAttention, SlidingWindow
+from octavo.core.kv.specs import FullAttention, KVLayout, KVSpec, SlidingWindow, group_layers
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
+from octavo.models.config import TokenSize, dense_token_size
 from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.worker.device.cpu import CpuDevice
@@ -18,7 +19,7 @@ from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 50
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+HEADS = (4, 2, 8)  # query heads, KV heads, and their elements
 GREEDY = SamplingSpec(temperature=0.0)
 
 
@@ -32,34 +33,47 @@ class FakeModel:
         windows: Sequence[int | None] = (None, None),
         seed: int = 0,
         device: torch.device | str = "cpu",
+        heads: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
+        """heads: as HEADS, by layer, with as many elements of all queries together; None: HEADS."""
         generator = torch.Generator().manual_seed(seed)
         self.device = device
 
         def weights(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(device) * 0.5
 
-        size = NUM_HEADS * HEAD_DIM
-        scores = ScoreFunction(HEAD_DIM**-0.5)
+        size = HEADS[0] * HEADS[2]
         self.attention_layers = [
-            LayerSpec(i, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scores, window)
-            for i, window in enumerate(windows)
+            LayerSpec(i, *sizes, ScoreFunction(sizes[2] ** -0.5), window)
+            for i, (window, sizes) in enumerate(
+                zip(windows, heads or [HEADS] * len(windows), strict=True)
+            )
         ]
         self.embedding = weights(VOCAB_SIZE, size) * 2
         self.positions = weights(512, size)
-        self.qkv = [weights(size, size + 2 * NUM_KV_HEADS * HEAD_DIM) for _ in windows]
+        self.qkv = [
+            weights(size, size + 2 * layer.num_kv_heads * layer.head_dim)
+            for layer in self.attention_layers
+        ]
         self.forward_calls: list[int] = []
         self.config = SimpleNamespace(
             encoder=None,
             longest_encoder_input=lambda _: 0,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=HEAD_DIM,
             max_model_len=512,
             vocab_size=VOCAB_SIZE,
             hidden_size=size,
-            kv_specs=lambda: [
-                FullAttention() if window is None else SlidingWindow(window) for window in windows
-            ],
+            kv_layout=self.kv_layout,
+        )
+
+    def kv_layout(self, token_size: TokenSize = dense_token_size) -> KVLayout:
+        """As ModelDescription.kv_layout."""
+        layers = self.attention_layers
+        specs: list[KVSpec | None] = [
+            FullAttention() if layer.window is None else SlidingWindow(layer.window)
+            for layer in layers
+        ]
+        return group_layers(
+            specs, [token_size(layer.num_kv_heads, layer.head_dim) for layer in layers]
         )
 
     def parameters(self) -> Iterator[Tensor]:
@@ -75,8 +89,7 @@ class FakeModel:
         self.forward_calls.append(len(input_ids))
         hidden = self.embedding[input_ids] + self.positions[positions]
         for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
-            heads = (hidden @ weights).view(len(hidden), -1, HEAD_DIM)
-            query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+            query, key, value = _heads(layer, hidden @ weights)
             hidden = torch.tanh(hidden + attention.forward(layer.layer_id, query, key, value))
         return hidden if logits_indices is None else hidden[logits_indices]
 
@@ -95,15 +108,20 @@ class FakeModel:
         distance = places[:, None] - places[None, :]
         for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
             visible = (distance >= 0) & (distance < (layer.window or length))
-            heads = (hidden @ weights).view(length, -1, HEAD_DIM)
-            query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
-            repeats = NUM_HEADS // NUM_KV_HEADS
+            query, key, value = _heads(layer, hidden @ weights)
+            repeats = layer.num_heads // layer.num_kv_heads
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
             scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scores.scale
             probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", probs, value).reshape(length, -1)
             hidden = torch.tanh(hidden + attended)
         return hidden
+
+
+def _heads(layer: LayerSpec, projected: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [num_tokens, heads, elements]."""
+    heads = projected.view(len(projected), -1, layer.head_dim)
+    return heads.split((layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1)
 
 
 def make_runner(

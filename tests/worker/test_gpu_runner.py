@@ -22,7 +22,7 @@ import model_zoo
 from fallback.sweep import write_reference
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
-from octavo.core.kv.specs import FullAttention, group_layers
+from octavo.core.kv.specs import FullAttention
 from octavo.core.step import BlockCopy, OpenedRow, StepPlan, TableWrite
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
@@ -96,7 +96,7 @@ class CudaExecutor:
         self.runner = ModelRunner(
             config, model_config, model, backend, num_blocks, device, SingleRank(), graphs
         )
-        layout = group_layers(model_config.kv_specs())
+        layout = model_config.kv_layout()
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
         self.submit = self.runner.submit
 
@@ -225,7 +225,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def small_pool(name: str) -> int:
     """A number of blocks for which requests compete: a little more than the longest may need."""
-    layout = group_layers(read_model_config(model_zoo.model_directory(name)).kv_specs())
+    layout = read_model_config(model_zoo.model_directory(name)).kv_layout()
     sizes = layout.block_sizes(BLOCK_SIZE)
     needed = sum(
         spec.max_blocks(MAX_LEN, size, CHUNK)
@@ -818,7 +818,7 @@ def test_groups_may_have_blocks_of_different_lengths() -> None:
     parts: tuple[Any, ...] = (config, model.config, model, backend)
     runner = ModelRunner(*parts, (100, 9), device, SingleRank())
     runner.kv_cache.blocks.fill_(torch.nan)
-    block_sizes = group_layers(model.config.kv_specs()).block_sizes(4)
+    block_sizes = model.config.kv_layout().block_sizes(4)
     assert block_sizes == (12, 4, 4, 4)
     driver = Driver(runner, block_sizes)
     prompts = [prompt(13, 1), prompt(3, 2)]
@@ -855,7 +855,7 @@ def test_shared_keys_are_read_once_in_every_group(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton_backend, "cascade_attention", counted)
     model = FakeModel([*[None] * 4, *[6] * 6], device=DEVICE)
-    layout = group_layers(model.config.kv_specs())
+    layout = model.config.kv_layout()
     assert [len(group.layer_ids) for group in layout.groups] == [2] * 5
     config = make_config("fake", block_size=16, max_num_seqs=4)
     device, backend = CudaDevice(DEVICE), load_backend("triton")

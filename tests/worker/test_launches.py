@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.config import make_config
-from octavo.core.kv.specs import group_layers
 from octavo.ops import load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
@@ -81,7 +80,7 @@ def count_steps(windows: Sequence[int | None], launches: Launches) -> list[Count
     device, backend = cuda.CudaDevice(DEVICE), load_backend("triton")
     parts: tuple[Any, ...] = (config, model.config, model, backend)
     runner = ModelRunner(*parts, (400, 50), device, SingleRank())
-    driver = Driver(runner, group_layers(model.config.kv_specs()).block_sizes(4))
+    driver = Driver(runner, model.config.kv_layout().block_sizes(4))
     counted = []
 
     def step(**fields: Any) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.core.kv.specs import group_layers
 from octavo.core.step import (
     BlockCopy,
     Fork,
@@ -18,9 +17,10 @@ from octavo.core.step import (
     TableWrite,
     TokenWrites,
 )
+from octavo.ops import load_backend, token_size_of
 from octavo.sampling_params import PoolingParams
 from octavo.worker import logprobs
-from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel, make_runner
+from worker.fake_model import GREEDY, HEADS, VOCAB_SIZE, Driver, FakeModel, make_runner
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -35,14 +35,31 @@ def greedy_reference(model: FakeModel, token_ids: list[int], num_tokens: int) ->
     return tokens[len(token_ids) :]
 
 
+WIDE, NARROW = (2, 2, 16), (4, 1, 8)  # of 64 and 16 elements per token, where HEADS have 32
+
+
 @pytest.mark.parametrize(
-    "windows", [(None, None), (5, 5), (None, 3), (None, 6, 6), (None, *[6] * 9)]
+    ("windows", "heads"),
+    [
+        ((None, None), None),
+        ((5, 5), None),
+        ((None, 3), None),
+        ((None, 6, 6), None),
+        ((None, *[6] * 9), None),
+        ((6, 6, None, None), (HEADS, HEADS, WIDE, WIDE)),
+        ((6, 6, 6, None), (WIDE, WIDE, WIDE, NARROW)),  # whose blocks are longer
+        ((None, None, None), (WIDE, NARROW, HEADS)),
+    ],
 )
 @pytest.mark.parametrize("chunk", [3, 7, 100])
-def test_greedy_tokens_equal_a_dense_computation(windows: tuple, chunk: int) -> None:
-    model = FakeModel(windows)
-    runner, _ = make_runner(model)
-    driver = Driver(runner, group_layers(model.config.kv_specs()).block_sizes(4))
+@pytest.mark.parametrize("backend_name", ["reference", "cpu"])
+def test_greedy_tokens_equal_a_dense_computation(
+    windows: tuple, heads: tuple | None, chunk: int, backend_name: str
+) -> None:
+    model = FakeModel(windows, heads=heads)
+    runner, _ = make_runner(model, backend_name=backend_name)
+    layout = model.kv_layout(token_size_of(load_backend(backend_name)))
+    driver = Driver(runner, layout.block_sizes(4))
     prompts = {7: prompt(13, 1), 3: prompt(1, 2), 5: prompt(30, 3)}
     outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
     opened = [driver.opened(seq_id, tokens) for seq_id, tokens in prompts.items()]

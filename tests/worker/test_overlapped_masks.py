@@ -18,7 +18,6 @@ import model_zoo
 from daily_cases import checkered
 from octavo import BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
-from octavo.core.kv.specs import group_layers
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
@@ -109,7 +108,7 @@ class OverlappingExecutor:
             self.device,
             SingleRank(),
         )
-        layout = group_layers(model_config.kv_specs())
+        layout = model_config.kv_layout()
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
         self.submit = self.runner.submit
 

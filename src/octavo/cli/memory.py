@@ -273,8 +273,7 @@ class Budget:
         cost = CostModel(size, gpu, self._size, self._shape.block_size)
         context = min(CONTEXT, self._model_config.max_model_len)
         shape = self._shape
-        of_layers = self._model_config.num_layers * shape.layer_bytes // shape.block_size
-        read = shape.read_bytes(context) / of_layers  # tokens, the mean of layers
+        read = shape.read_bytes(context) / shape.token_bytes  # tokens, the mean of layers
         room = self._estimate.fits(context, chunk=1)
         rates = {}
         for batch in BATCHES:
@@ -358,7 +357,7 @@ class Budget:
                 "number": number,
                 "spec": str(group.spec),
                 "layers": list(group.layer_ids),
-                "bytes_per_token": len(group.layer_ids) * shape.layer_bytes // shape.block_size,
+                "bytes_per_token": group.token_size * shape.element_bytes,
                 "block_size": size,
                 "blocks": group.spec.max_blocks(shape.followed(group.spec, longest), size, chunk=1),
             }

@@ -14,7 +14,14 @@ from itertools import chain, pairwise, starmap
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from octavo.core.kv.specs import CrossAttention, FullAttention, KVSpec, SlidingWindow
+from octavo.core.kv.specs import (
+    CrossAttention,
+    FullAttention,
+    KVLayout,
+    KVSpec,
+    SlidingWindow,
+    group_layers,
+)
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
@@ -33,6 +40,10 @@ from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
 
+# How many elements a backend keeps of a token's keys and values in a layer: of its number of KV
+# heads, and the elements of each.
+TokenSize = Callable[[int, int], int]
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -42,6 +53,11 @@ NUM_NORMS: dict[NormPlacement, int] = {
     **{"pre": 2, "post": 2, "branch": 2, "around": 4},
     **{"parallel": 1, "twin": 2},
 }
+
+
+def dense_token_size(num_kv_heads: int, head_dim: int) -> int:
+    """The size of a token without padding; see TokenSize."""
+    return 2 * num_kv_heads * head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +263,6 @@ class ModelDescription:
     def __post_init__(self) -> None:
         has_encoder = self.encoder is not None
         assert all((layer.cross_attention is not None) == has_encoder for layer in self.layers)
-        attentions = self.attentions
-        kv_shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
-        assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
         placements = {layer.norm_placement for layer in self.layers}
         assert len(placements) == 1, "a layer takes what the one before it returns"
         layers = _shared(
@@ -293,19 +306,19 @@ class ModelDescription:
         return own + [cross for cross in crosses if cross is not None]
 
     @property
-    def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
-        return self.layers[0].attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head in every layer."""
-        return self.layers[0].attention.head_dim
-
-    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window in tokens; None: full attention."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def window_sizes(self) -> dict[int | None, int]:
+        """By sliding window in tokens (None: full attention), how many elements the keys and values
+        of a token have in all layers with that window."""
+        sizes: Counter[int | None] = Counter()
+        for window, layer in zip(self.layer_windows, self.layers, strict=True):
+            own = layer.attention
+            sizes[window] += dense_token_size(own.num_kv_heads, own.head_dim)
+        return dict(sizes)
 
     @property
     def project_in(self) -> LinearConfig | None:
@@ -389,6 +402,14 @@ class ModelDescription:
         """Which tokens' KV each attention layer keeps, in the order of `attentions`."""
         own = map_distinct(_kv_spec, self.layers)
         return own if self.encoder is None else own + [CrossAttention()] * len(own)
+
+    def kv_layout(self, token_size: TokenSize = dense_token_size) -> KVLayout:
+        """How the KV of all attention layers is laid out in blocks.
+
+        token_size: see TokenSize; by default, that of a backend without padding.
+        """
+        sizes = [token_size(each.num_kv_heads, each.head_dim) for each in self.attentions]
+        return group_layers(self.kv_specs(), sizes)
 
     def longest_encoder_input(self, max_num_batched_tokens: int) -> int:
         """The most tokens of an encoder input that a step can take, beside one of the decoder's;

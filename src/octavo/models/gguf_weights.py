@@ -83,7 +83,7 @@ def _read_tensors(
         format_, place = (form, device) if has_form else (dense, CPU)
         for tensor in _matrices(stored):
             is_turned = architecture.has_turned_heads and TURNED.fullmatch(tensor.name) is not None
-            head_dim = config.head_dim if is_turned else None
+            head_dim = config.layers[0].attention.head_dim if is_turned else None
             offset = architecture.norm_offset if tensor.name.endswith("norm.weight") else 0.0
             rows = _rows(tensor, head_dim)
             if tensor.type in DENSE_TYPES:

@@ -29,7 +29,13 @@ from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
 from octavo.models.loader import open_weights
-from octavo.ops import AttentionBatch, LayerPlace, load_backend, make_backend
+from octavo.ops import (
+    AttentionBatch,
+    LayerPlace,
+    load_backend,
+    make_backend,
+    token_size_of,
+)
 from octavo.ops.communicator import Communicator
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.experts import Routed
@@ -133,9 +139,9 @@ def measure_loss(
     with torch.inference_mode(), open_weights(config).tensors(dtype, device) as stored:
         names = config.weight_names
         tensors = {names.without_prefix(name): tensor for _, name, tensor in stored}
-        hidden = _hidden_states(model, config, ids)
+        hidden = _hidden_states(model, ids)
         with _weights_of_files(model, config, tensors):
-            expected = model.logits(_hidden_states(model, config, ids))
+            expected = model.logits(_hidden_states(model, ids))
         divergences = []
         for begin in range(0, len(ids), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
@@ -159,26 +165,28 @@ def _log_softmax(logits: Tensor, communicator: Communicator) -> Tensor:
     return logits - totals.logsumexp(dim=0)
 
 
-def _hidden_states(model: CausalLM, config: ModelConfig, ids: Sequence[int]) -> Tensor:
+def _hidden_states(model: CausalLM, ids: Sequence[int]) -> Tensor:
     """CausalLM.forward of one sequence: [num_tokens, hidden_size]. Keys and values are not rounded,
     even if those of the served model's KV cache are."""
     dtype, device = model.token_table.dtype, model.token_table.device
     size = len(ids)
     backend_class = load_backend("reference")
-    shape = backend_class.kv_block_shape(size, config.num_kv_heads, config.head_dim)
     layers = [replace(layer, kv_scales=None) for layer in model.attention_layers]
-    cache = torch.zeros((2, len(layers), *shape), dtype=dtype, device=device)  # block 0 is null
-    places = [LayerPlace(0, index) for index in range(len(layers))]
+    # Each layer has a KV group of its own, with one block; block 0 is null.
+    token_size = token_size_of(backend_class)
+    most = max(token_size(layer.num_kv_heads, layer.head_dim) for layer in layers)
+    cache = torch.zeros((1 + len(layers), size, most), dtype=dtype, device=device)
+    places = [LayerPlace(group, 0) for group in range(len(layers))]
     backend = make_backend(backend_class, layers, places, cache, size)
-    positions = torch.arange(size)
+    positions, blocks = torch.arange(size), range(1, 1 + len(layers))
     backend.plan(
         AttentionBatch(
             query_lens=torch.tensor([size], dtype=torch.int32),
             context_lens=torch.tensor([size], dtype=torch.int32),
             query_starts=torch.tensor([0, size], dtype=torch.int32),
             positions=positions,
-            block_tables=[torch.ones((1, 1), dtype=torch.int32)],
-            slots=[size + positions],
+            block_tables=[torch.full((1, 1), block, dtype=torch.int32) for block in blocks],
+            slots=[size * block + positions for block in blocks],
         )
     )
     return model.forward(torch.tensor(ids, device=device), positions.to(device), backend)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +65,14 @@ def make_backend(
     for layer in layers:
         check_score_features(backend, layer.layer_id, layer.features)
     return backend(layers, layer_places, kv_cache, block_size, dtype or kv_cache.dtype)
+
+
+def token_size_of(backend: type[AttentionBackend]) -> Callable[[int, int], int]:
+    """How many elements a backend keeps of a token's keys and values in a layer of so many KV heads
+    of so many elements each: octavo.models.config.TokenSize."""
+    return lambda num_kv_heads, head_dim: math.prod(
+        backend.kv_block_shape(1, num_kv_heads, head_dim)
+    )
 
 
 def check_score_features(

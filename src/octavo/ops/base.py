@@ -1,8 +1,8 @@
 """The seam between the model and the paged KV cache: one interface, many backends.
 
 A backend owns the layout of one layer's K and V inside a block, and nothing else: the cache itself
-is one block-major allocation `[num_blocks, layers_per_block, *kv_block_shape]`, so that the worker
-can copy and swap whole blocks without knowing what is in them.
+is one block-major allocation, in which a block holds one layer's `kv_block_shape` after the other,
+so that the worker can copy and swap whole blocks without knowing what is in them.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from octavo.config import (
     QuantizationChoice,
     SchedulerConfig,
 )
-from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
 from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, plan_memory
-from octavo.models.config import ModelConfig
+from octavo.models.config import ModelConfig, dense_token_size
 from octavo.models.registry import quantized_on_load
 from octavo.parallel import Shard
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
@@ -108,10 +107,11 @@ class SimulationConfig:
 
     def _capacity(self, model: ModelConfig, gpu_memory: int, dtype: str) -> KVCapacity:
         dtype_bytes, kv_bytes = DTYPE_BYTES[dtype], self.cache.element_bytes(dtype)
-        layout = group_layers(model.kv_specs())
         # Where there are fewer KV heads than devices, several keep the same ones.
-        num_kv_heads = max(model.num_kv_heads, self.num_gpus)
-        shape = KVShape.dense(layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes)
+        layout = model.kv_layout(
+            lambda heads, size: dense_token_size(max(heads, self.num_gpus), size)
+        )
+        shape = KVShape(layout, self.cache.block_size, kv_bytes)
         copies = model.copy_bytes_of(self.num_gpus)
         fixed = FixedMemory(
             model.least_weight_bytes(dtype_bytes) - model.copy_bytes + copies,

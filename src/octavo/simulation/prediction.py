@@ -17,7 +17,7 @@ class StepPredictor:
 
     def __init__(self, engine: Engine, cost_model: CostModel) -> None:
         self._cost_model = cost_model
-        self._rows = RowLengths(engine.model_config.layer_windows)
+        self._rows = RowLengths(engine.model_config.window_sizes)
 
     @property
     def device(self) -> str:

@@ -205,7 +205,7 @@ class Simulation:
 def _make_engine(config: SimulationConfig, clock: VirtualClock) -> tuple[Engine, SimulatedExecutor]:
     machine = config.prepare()
     tracker: ShapeTracker
-    rows = tracker = RowLengths(machine.model.layer_windows)
+    rows = tracker = RowLengths(machine.model.window_sizes)
     if config.cache.memory_policy == "fastertransformer":
         tracker = PaddedBatches(rows)
     elif config.cache.memory_policy != "paged" and config.copies_extents:

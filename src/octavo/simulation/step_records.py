@@ -97,7 +97,7 @@ class StepRecorder:
             raise ConfigError("path", f"{path} cannot be written: {error.strerror}") from error
         self._engine = engine
         self._clock = clock
-        self._layer_windows = model.layer_windows
+        self._window_sizes = model.window_sizes
         self._last_end: float | None = None
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class StepRecorder:
         self._last_end = end if self._engine.has_unfinished else None
 
     def _write(self) -> None:
-        rows = RowLengths(self._layer_windows)
+        rows = RowLengths(self._window_sizes)
         lines = [self._head]
         for plan, seconds, compute_seconds, swap_seconds in self._seen:
             shape = rows.follow(plan)

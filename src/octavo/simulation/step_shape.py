@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,18 +39,17 @@ class RowLengths:
     server follows its own steps, too.
     """
 
-    def __init__(self, layer_windows: Sequence[int | None]) -> None:
-        """`layer_windows[i]` is layer i's window, None for full attention."""
-        counts = Counter(layer_windows)
+    def __init__(self, window_sizes: Mapping[int | None, int]) -> None:
+        """`window_sizes`: by window (None: full attention), how much of a token's keys and values
+        layers with that window have, in any unit."""
+        total = sum(window_sizes.values())
         self._places: dict[int, int] = {}  # of rows, dense: 0, 1, ...
         self._rows: list[int] = []  # by their places
         self._lengths = np.zeros(64, np.int64)  # by places
         self._windows = [
-            (window, count / len(layer_windows))
-            for window, count in counts.items()
-            if window is not None
+            (window, size / total) for window, size in window_sizes.items() if window is not None
         ]
-        self._full_share = counts[None] / len(layer_windows)
+        self._full_share = window_sizes.get(None, 0) / total
 
     @property
     def num_rows(self) -> int:

@@ -39,9 +39,11 @@ class KVCache:
 
         Args:
             num_blocks, num_swap_blocks: ids count from 1; block 0 of either tier is in addition.
-            block_shape: of one block, [layers_per_block, *kv_block_shape].
+            block_shape: of one block, [layers, *kv_block_shape] or, if blocks are copied whole,
+                [block_size, elements].
             copies_whole_blocks: the shape does not say where a block's first tokens are, because
-                the blocks of some KV groups hold more tokens.
+                layers of some KV groups are larger than those of others, or their blocks hold more
+                tokens.
 
         Raises:
             OutOfMemory: the machine does not give so much.

@@ -10,6 +10,7 @@ known: by then the device computes, so that it need not wait for the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.core.kv.specs import CrossAttention, FullAttention, KVLayout, group_layers
+from octavo.core.kv.specs import CrossAttention, FullAttention, KVLayout
 from octavo.core.step import BlockCopy, StepPlan
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
@@ -39,6 +40,7 @@ from octavo.ops import (
     Staging,
     cached_dtype,
     make_backend,
+    token_size_of,
 )
 from octavo.ops.communicator import Communicator
 from octavo.ops.vocabulary import VocabularyShard
@@ -146,11 +148,11 @@ class ModelRunner:
                 to be captured, launched with all other kernels.
         """
         scheduler, block_size = config.scheduler, config.cache.block_size
-        layout, layers = group_layers(model_config.kv_specs()), model.attention_layers
-        dtype = next(model.parameters()).dtype
-        block_shape = backend_class.kv_block_shape(
-            block_size, model_config.num_kv_heads, model_config.head_dim
+        layout, layers = (
+            model_config.kv_layout(token_size_of(backend_class)),
+            model.attention_layers,
         )
+        dtype = next(model.parameters()).dtype
         # While rows fork, children are there before their parents have gone; row 0 is padding.
         num_rows = 2 * scheduler.max_num_seqs + 1
         encoder = model_config.encoder
@@ -165,10 +167,10 @@ class ModelRunner:
         self._draw_staging = device.staging(scheduler, 0)
         self.kv_cache = KVCache(
             *num_blocks,
-            (layout.layers_per_block, *block_shape),
+            _block_shape(layout, layers, block_size, backend_class),
             cached_dtype(layers, dtype),
             device,
-            copies_whole_blocks=max(layout.block_sizes(block_size)) > block_size,
+            copies_whole_blocks=not _is_uniform(layout),
         )
         self._backend = make_backend(
             backend_class, layers, places, self.kv_cache.blocks, block_size, dtype
@@ -184,8 +186,9 @@ class ModelRunner:
         masks = RowMasks(num_rows, vocab_size, library)
         if config.owns_process and find_spec("llguidance") is not None:
             masks.prepare()
-        least_saved = least_saved_keys(
-            model_config.num_kv_heads, model_config.head_dim, self.kv_cache.blocks.itemsize
+        least_saved = max(
+            least_saved_keys(layer.num_kv_heads, layer.head_dim, self.kv_cache.blocks.itemsize)
+            for layer in layers
         )
         tables = _make_tables(layout, block_size, num_rows, self._longest, device, least_saved)
         vocabulary = VocabularyShard(vocab_size, communicator)
@@ -692,6 +695,22 @@ def _some_up_to(most: int) -> list[int]:
     powers = [1 << bits for bits in range(most.bit_length())]
     sizes = {size for power in powers for size in (power, power + 1) if size < most}
     return sorted((sizes | {most}) - {0})
+
+
+def _is_uniform(layout: KVLayout) -> bool:
+    """Whether all blocks hold equally many tokens of layers of one size."""
+    return len(layout.layer_sizes) == 1 and len(set(layout.block_sizes(1))) == 1
+
+
+def _block_shape(
+    layout: KVLayout, layers: Sequence[LayerSpec], block_size: int, kind: type[AttentionBackend]
+) -> tuple[int, ...]:
+    """Of one block: as many layers as it has room for, each as the backend has them; or, where
+    layers or their blocks differ, as many elements for each token as the largest group needs."""
+    if not _is_uniform(layout):
+        return (block_size, layout.token_size)
+    shape = kind.kv_block_shape(block_size, layers[0].num_kv_heads, layers[0].head_dim)
+    return (layout.token_size * block_size // math.prod(shape), *shape)
 
 
 def _num_shapes(layers: Sequence[LayerSpec], places: Sequence[LayerPlace]) -> int:

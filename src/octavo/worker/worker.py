@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from octavo.config import EngineConfig
-from octavo.core.kv.specs import group_layers
 from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.base import CausalLM
@@ -20,7 +18,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.models.quantization_loss import report_loss
 from octavo.models.registry import quantized_on_load
-from octavo.ops import FP8_KV_CACHE, AttentionBackend, check_score_features
+from octavo.ops import FP8_KV_CACHE, AttentionBackend, check_score_features, token_size_of
 from octavo.ops.communicator import Communicator
 from octavo.weight_forms import choose_quantization, describe_dequantized, with_copies
 from octavo.worker.device.base import DTYPES, Demand, Device
@@ -152,14 +150,10 @@ def _kv_shape(
     kv_dtype: torch.dtype,
 ) -> KVShape:
     """The KV of this device's shard, with the backend's padding of heads."""
-    block_size = config.cache.block_size
-    block_shape = backend_class.kv_block_shape(
-        block_size, model_config.num_kv_heads, model_config.head_dim
-    )
     return KVShape(
-        group_layers(model_config.kv_specs()),
-        block_size,
-        math.prod(block_shape) * kv_dtype.itemsize,
+        model_config.kv_layout(token_size_of(backend_class)),
+        config.cache.block_size,
+        kv_dtype.itemsize,
         model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
     )
 

@@ -1,7 +1,7 @@
 """Which tokens' KV a layer keeps, and how layers that keep the same tokens form groups.
 
 A group of layers shares one block table. All groups share one pool of blocks of equal size in
-bytes; a group of fewer layers may hold more tokens in each.
+bytes; a group of fewer or smaller layers may hold more tokens in each.
 """
 
 from __future__ import annotations
@@ -154,11 +154,20 @@ def node_places(block_sizes: Sequence[int]) -> list[tuple[int, int]]:
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share a block table. A block holds `span` times `block_size` tokens of them, so a
-    group of few layers can fill blocks that have room for many."""
+    group of few layers can fill blocks that have room for many.
+
+    layer_size: elements that each of the layers keeps of a token: of its keys and its values.
+    """
 
     spec: KVSpec
     layer_ids: tuple[int, ...]
     span: int = 1
+    layer_size: int = 1
+
+    @property
+    def token_size(self) -> int:
+        """Elements that all layers keep of a token."""
+        return len(self.layer_ids) * self.layer_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +181,14 @@ class KVLayout:
         check_order(self.specs)
 
     @property
-    def layers_per_block(self) -> int:
-        """A block has room for `block_size` tokens of so many layers."""
-        return max(len(group.layer_ids) * group.span for group in self.groups)
+    def token_size(self) -> int:
+        """A block has so many elements for each of `block_size` tokens."""
+        return max(group.token_size * group.span for group in self.groups)
+
+    @property
+    def layer_sizes(self) -> frozenset[int]:
+        """The sizes that layers have."""
+        return frozenset(group.layer_size for group in self.groups)
 
     def block_sizes(self, block_size: int) -> tuple[int, ...]:
         """Tokens per block, by group."""
@@ -194,13 +208,13 @@ class KVLayout:
 
     def __str__(self) -> str:
         """As in `10 x full attention, 52 x window of 1,024 in 6 groups`."""
-        num_layers: Counter[KVSpec] = Counter()
-        num_groups = Counter(self.specs)
+        num_layers: Counter[tuple[KVSpec, int]] = Counter()
+        num_groups = Counter((group.spec, group.layer_size) for group in self.groups)
         for group in self.groups:
-            num_layers[group.spec] += len(group.layer_ids)
+            num_layers[group.spec, group.layer_size] += len(group.layer_ids)
         return ", ".join(
-            f"{number} x {spec}" + (f" in {num_groups[spec]} groups" * (num_groups[spec] > 1))
-            for spec, number in num_layers.items()
+            f"{number} x {kind[0]}" + (f" in {num_groups[kind]} groups" * (num_groups[kind] > 1))
+            for kind, number in num_layers.items()
         )
 
     def relative_bytes(self, lengths: Sequence[int] = TYPICAL_LENGTHS) -> float:
@@ -210,39 +224,56 @@ class KVLayout:
 
     def _relative_bytes(self, num_tokens: int) -> float:
         taken = read = 0
-        layers_per_block = self.layers_per_block  # which looks at all groups
+        token_size = self.token_size  # which looks at all groups
         for group in self.groups:
             num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK * group.span, chunk=1)
-            taken += num_blocks * TYPICAL_BLOCK * layers_per_block
-            read += len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
+            taken += num_blocks * TYPICAL_BLOCK * token_size
+            read += group.token_size * num_read_tokens(group.spec, num_tokens)
         return taken / read
 
 
-def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
-    """The groups of a model's layers, `specs[i]` being layer i's.
+def group_layers(
+    specs: Sequence[KVSpec | None], layer_sizes: Sequence[int] | None = None
+) -> KVLayout:
+    """The groups of a model's layers.
 
     Of all sizes of blocks, the one with which sequences of typical lengths take the least memory:
     padding costs little in a group of sliding windows, and much in one of full attention. There are
-    at most MAX_GROUPS groups, or one for each different spec.
+    at most MAX_GROUPS groups, or one for each different kind of layers.
+
+    Args:
+        specs: which tokens' KV each layer keeps; None: it reads another layer's KV, and keeps none.
+        layer_sizes: elements that each layer keeps of a token; None: all layers keep as many.
 
     Raises:
-        ValueError: there are no layers.
+        ValueError: no layer keeps KV.
     """
-    if not specs:
+    sizes = [1] * len(specs) if layer_sizes is None else layer_sizes
+    by_kind: dict[tuple[KVSpec, int], list[int]] = {}
+    for layer_id, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+        if spec is not None:
+            by_kind.setdefault((spec, size), []).append(layer_id)
+    if not by_kind:
         raise ValueError("a model without attention layers has no KV to lay out")
-    by_spec: dict[KVSpec, list[int]] = {}
-    for layer_id, spec in sorted(enumerate(specs), key=lambda each: _comes_late(each[1])):
-        by_spec.setdefault(spec, []).append(layer_id)
-    limit = max(MAX_GROUPS, len(by_spec))
-    counts = [len(layer_ids) for layer_ids in by_spec.values()]
-    # Most sizes of blocks divide many layers in the same way as another size.
-    divisions = {
-        tuple(_division(count, layers_per_block, span) for count in counts): None
+    kinds = sorted(by_kind, key=lambda kind: _comes_late(kind[0]))
+    counts = [(len(by_kind[kind]), kind[1]) for kind in kinds]
+    limit = max(MAX_GROUPS, len(kinds))
+    # A block has room for as much as one of the groups has in it.
+    least = max(size for _, size in counts)
+    token_sizes = {
+        span * size * -(-count // num_groups)
+        for count, size in counts
         for span in range(1, MAX_SPAN + 1)
-        for layers_per_block in range(math.ceil(max(counts) / limit), max(counts) + 1)
+        for num_groups in range(1, limit + 1)
+    }
+    divisions = {
+        tuple(_division(count, token_size // size, span) for count, size in counts): None
+        for span in range(1, MAX_SPAN + 1)
+        for token_size in sorted(token_sizes)
+        if token_size >= least
     }
     layouts = (
-        _layout(by_spec, division)
+        _layout({kind: by_kind[kind] for kind in kinds}, division)
         for division in divisions
         if sum(num_groups for num_groups, _ in division) <= limit
     )
@@ -250,7 +281,7 @@ def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
 
 
 def _division(num_layers: int, layers_per_block: int, span: int) -> tuple[int, int]:
-    """Into how few groups layers of one spec can be divided, and the span of these: blocks hold
+    """Into how few groups layers of one kind can be divided, and the span of these: blocks hold
     `span` times as many tokens if that leaves less of them unused."""
     num_groups = -(-num_layers // layers_per_block)
     if span <= layers_per_block:
@@ -261,12 +292,14 @@ def _division(num_layers: int, layers_per_block: int, span: int) -> tuple[int, i
 
 
 def _layout(
-    by_spec: Mapping[KVSpec, Sequence[int]], division: Sequence[tuple[int, int]]
+    by_kind: Mapping[tuple[KVSpec, int], Sequence[int]], division: Sequence[tuple[int, int]]
 ) -> KVLayout:
-    """The layers of each spec in so many groups, about equally large, with such a span."""
+    """The layers of each kind in so many groups, about equally large, with such a span."""
     groups = [
-        KVGroup(spec, tuple(layer_ids[number::num_groups]), span)
-        for (spec, layer_ids), (num_groups, span) in zip(by_spec.items(), division, strict=True)
+        KVGroup(spec, tuple(layer_ids[number::num_groups]), span, size)
+        for ((spec, size), layer_ids), (num_groups, span) in zip(
+            by_kind.items(), division, strict=True
+        )
         for number in range(num_groups)
     ]
     return KVLayout(tuple(groups))

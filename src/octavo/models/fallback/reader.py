@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
 from octavo.layers.config import AttentionConfig, LinearConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
@@ -55,13 +54,6 @@ def read(directory: Path, config: Fields) -> Reading:
     if architecture not in names and not any(map(_is_own_name, names)):
         raise config.error("architectures", f"of {model_type}, octavo serves {architecture}")
     layers = tuple(_layer(call, built) for call in built.recording.calls)
-    shapes = {(each.attention.num_kv_heads, each.attention.head_dim) for each in layers}
-    if len(shapes) > 1:
-        raise ModelError(
-            f"{config.where}: octavo cannot serve model_type {shown(model_type)} through "
-            f"transformers {transformers.__version__}: its layers have KV heads of different "
-            f"numbers or sizes, {', '.join(f'{n} of {size}' for n, size in sorted(shapes))}"
-        )
     hf_config = built.model.config
     own = {id(each): each for each in built.model.parameters()}
     return Reading(
