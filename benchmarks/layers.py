@@ -64,9 +64,10 @@ class Chain:
         ids = torch.randperm(groups * most_seqs * blocks, device=GPU).int() + 1
         self._tables = list(ids.view(groups, most_seqs, blocks).unbind())
         layers = self.model.attention_layers
-        places = [LayerPlace(*layout.places()[each.layer_id]) for each in layers]
+        places, sources = layout.places(), config.kv_sources
+        layer_places = [LayerPlace(*places[sources[each.layer_id]]) for each in layers]
         self.backend: AttentionBackend = make_backend(
-            kind, layers, places, self._cache, BLOCK_SIZE, DTYPE
+            kind, layers, layer_places, self._cache, BLOCK_SIZE, DTYPE
         )
 
     def prepare(self, num_seqs: int) -> Callable[[], Tensor]:

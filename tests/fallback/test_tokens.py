@@ -21,8 +21,8 @@ from fallback.sweep import (
     write_reference,
 )
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.core.kv.specs import group_layers
 from octavo.models.registry import read_model_config
+from octavo.ops import load_backend, token_size_of
 
 # Windows and sinks, experts of several kinds, MLA, biases, parallel blocks, norms of other kinds,
 # multipliers, layers without rotation, one KV head, learned positions.
@@ -31,13 +31,53 @@ MODEL_TYPES = (
     *("nemotron", "gpt_bigcode", "apertus", "hunyuan_v1_dense", "minicpm3", "biogpt"),
     # Whose files have queries, keys and values in one tensor (transformers 5.24).
     *({"sarvam_moe"} & set(fallback.shrunken.MODEL_TYPES)),
+    # Fewer KV heads in layers with windows than in others.
+    "mimo_v2_flash",
 )
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    # Layers without windows have longer heads, and the last two read other layers' KV.
+    "gemma4_shared": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": KINDS * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+        },
+    ),
+    # Keys are values, too, in one head of such layers; experts beside a dense block.
+    "gemma4_experts": (
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+        },
+    ),
+    "gemma3n_shared": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": KINDS * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": 48,
+            "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
+        },
+    ),
+}
 MAX_MODEL_LEN = 80
 
 
 @functools.cache
 def reference(model_type: str) -> Reference:
-    return write_reference(model_type, Path(tempfile.mkdtemp(prefix=f"{model_type}-")))
+    own, fields = VARIANTS.get(model_type, (model_type, {}))
+    return write_reference(own, Path(tempfile.mkdtemp(prefix=f"{model_type}-")), **fields)
 
 
 @functools.cache
@@ -50,7 +90,7 @@ def load(model_type: str, **options: object) -> LLM:
     return LLM(reference(model_type).directory, **given)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *VARIANTS])
 def test_greedy_tokens_equal_transformers(model_type: str) -> None:
     """In chunks, beside each other, and again from the prefix cache."""
     assert served_tokens(reference(model_type).directory) == expected(model_type)
@@ -84,11 +124,14 @@ def test_positions_are_those_that_a_model_counts_itself() -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "gemma4_shared"])
 def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: str) -> None:
     config = read_model_config(reference(model_type).directory)
-    specs = group_layers(config.kv_specs()).specs
-    num_blocks = sum(spec.max_blocks(MAX_MODEL_LEN, 8, MAX_MODEL_LEN) for spec in specs)
+    layout = config.kv_layout(token_size_of(load_backend("cpu")))
+    num_blocks = sum(
+        spec.max_blocks(MAX_MODEL_LEN, size, MAX_MODEL_LEN)
+        for spec, size in zip(layout.specs, layout.block_sizes(8), strict=True)
+    )
     options = {"policy": "priority", "preemption_mode": mode, "num_blocks": num_blocks}
     with load(model_type, **options) as llm:
         stream = llm.client.make_request(prompts()[1], GREEDY, priority=5)
@@ -107,7 +150,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: st
         assert llm.engine.kv.pool.num_held == 0
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "gemma4_shared"])
 def test_beams_equal_transformers(model_type: str) -> None:
     prompt, model = prompts()[1], reference(model_type).model
     with load(model_type) as llm:

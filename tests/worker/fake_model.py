@@ -63,6 +63,7 @@ class FakeModel:
             vocab_size=VOCAB_SIZE,
             hidden_size=size,
             kv_layout=self.kv_layout,
+            kv_sources=range(len(windows)),
         )
 
     def kv_layout(self, token_size: TokenSize = dense_token_size) -> KVLayout:

@@ -73,6 +73,8 @@ class LayerConfig:
         "twin": the same, by a norm for each block (GPT-NeoX).
     kv_spec: which tokens' KV the layer keeps, at least those that the attention's window reads;
     None: exactly those.
+    kv_source: the layer before it whose keys and values it attends to, and which are given to its
+    attention again; None: its own.
     """
 
     attention: AttentionConfig
@@ -81,6 +83,22 @@ class LayerConfig:
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
+    kv_source: int | None = None
+
+    @property
+    def own_kv_spec(self) -> KVSpec:
+        """Which tokens' KV its attention to its own sequence needs."""
+        return _window_spec(self.attention.window) if self.kv_spec is None else self.kv_spec
+
+    def can_read_kv_of(self, source: LayerConfig) -> bool:
+        """Whether the other layer keeps its own keys and values, of the tokens that this one needs,
+        in heads as this one has them."""
+        own, other = self.attention, source.attention
+        return (
+            source.kv_source is None
+            and self.own_kv_spec == source.own_kv_spec
+            and (own.num_kv_heads, own.head_dim) == (other.num_kv_heads, other.head_dim)
+        )
 
     @property
     def chains_projections(self) -> bool:
@@ -270,6 +288,8 @@ class ModelDescription:
         )
         object.__setattr__(self, "layers", layers)
         _check_kv_specs(layers, self.max_model_len)
+        for layer in layers:
+            assert layer.kv_source is None or layer.can_read_kv_of(layers[layer.kv_source])
 
     def sharded(self, shard: Shard) -> Self:
         """What one rank holds of the whole model: its heads, MLP elements and vocabulary rows.
@@ -398,10 +418,21 @@ class ModelDescription:
             head_method=self.head_method if self.tied_embeddings else method,
         )
 
-    def kv_specs(self) -> list[KVSpec]:
-        """Which tokens' KV each attention layer keeps, in the order of `attentions`."""
-        own = map_distinct(_kv_spec, self.layers)
+    def kv_specs(self) -> list[KVSpec | None]:
+        """Which tokens' KV each attention layer keeps, in the order of `attentions`; None: it reads
+        another layer's."""
+        own = map_distinct(
+            lambda each: each.own_kv_spec if each.kv_source is None else None, self.layers
+        )
         return own if self.encoder is None else own + [CrossAttention()] * len(own)
+
+    @property
+    def kv_sources(self) -> list[int]:
+        """By id of the attention layer, the layer whose keys and values it reads: most often
+        itself."""
+        sources = [layer.kv_source for layer in self.layers]
+        sources += [None] * (len(self.attentions) - len(sources))
+        return [i if source is None else source for i, source in enumerate(sources)]
 
     def kv_layout(self, token_size: TokenSize = dense_token_size) -> KVLayout:
         """How the KV of all attention layers is laid out in blocks.
@@ -725,11 +756,6 @@ def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
 def _window_spec(window: int | None) -> KVSpec:
     """The spec that keeps what a window reads, and nothing else."""
     return FullAttention() if window is None else SlidingWindow(window)
-
-
-def _kv_spec(layer: LayerConfig) -> KVSpec:
-    """Which tokens' KV a layer's attention to its own sequence keeps."""
-    return _window_spec(layer.attention.window) if layer.kv_spec is None else layer.kv_spec
 
 
 def _check_kv_specs(layers: Sequence[LayerConfig], max_model_len: int) -> None:

@@ -82,6 +82,7 @@ def load_model(
         scales = [KVScales()] * len(model.attention_layers)
         if load_format != "dummy":
             scales = open_weights(config).kv_scales()
+        scales = [scales[source] for source in config.kv_sources]
         layers = zip(model.attention_layers, scales, strict=True)
         model.attention_layers = [replace(layer, kv_scales=each) for layer, each in layers]
     return model

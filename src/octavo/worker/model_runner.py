@@ -158,12 +158,13 @@ class ModelRunner:
         encoder = model_config.encoder
         self._longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
         self._longest_encoded = model_config.longest_encoder_input(scheduler.max_num_batched_tokens)
-        places = [LayerPlace(*layout.places()[layer.layer_id]) for layer in layers]
+        places, sources = layout.places(), model_config.kv_sources
+        layer_places = [LayerPlace(*places[sources[layer.layer_id]]) for layer in layers]
         self._device = device
         self._model = model
         # What the model reads, and what is read when tokens are drawn: each is uploaded while the
         # device still computes with the other one of the step before.
-        self._staging = device.staging(scheduler, _num_shapes(layers, places))
+        self._staging = device.staging(scheduler, _num_shapes(layers, layer_places))
         self._draw_staging = device.staging(scheduler, 0)
         self.kv_cache = KVCache(
             *num_blocks,
@@ -173,7 +174,7 @@ class ModelRunner:
             copies_whole_blocks=not _is_uniform(layout),
         )
         self._backend = make_backend(
-            backend_class, layers, places, self.kv_cache.blocks, block_size, dtype
+            backend_class, layers, layer_places, self.kv_cache.blocks, block_size, dtype
         )
         self._continuing = self._backend if isinstance(self._backend, ContinuingBackend) else None
         self._capturing = self._backend if isinstance(self._backend, CapturedBackend) else None

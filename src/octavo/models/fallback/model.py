@@ -71,8 +71,11 @@ class TransformersLM(CausalLM):
             }
             for rotary in rotaries.values():
                 rotary.to_device(device)
+            sources = {call.kv_source for call in recording.calls}
             self.attention_layers = [
-                self._attention_layer(number, call, rotaries)
+                self._attention_layer(
+                    number, call, rotaries, number in sources or call.kv_source is not None
+                )
                 for number, call in enumerate(recording.calls)
             ]
         for module, rotary in rotaries.items():
@@ -87,13 +90,14 @@ class TransformersLM(CausalLM):
         self._take(built)
 
     def _attention_layer(
-        self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary]
+        self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary], is_shared: bool
     ) -> LayerSpec:
+        """is_shared: another call has the same keys, and must get them as this one does."""
         described = self._config.layers[number].attention
         size, module = described.head_dim, call.module
         layer = PagedLayer(number, self._step, size, call.value_dim, self._dtype)
         setattr(module, PAGED_LAYER, layer)
-        if call.rotated is not None and call.head_dim == size:
+        if call.rotated is not None and call.head_dim == size and not is_shared:
             kind, rotary = call.rotated.rotary.kind, rotaries[call.rotated.rotary.module]
             form = form_of(call.rotated, rotary, size)
             if form is not None:

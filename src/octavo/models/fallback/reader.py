@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,7 +53,12 @@ def read(directory: Path, config: Fields) -> Reading:
     names = config.names("architectures", [architecture])
     if architecture not in names and not any(map(_is_own_name, names)):
         raise config.error("architectures", f"of {model_type}, octavo serves {architecture}")
-    layers = tuple(_layer(call, built) for call in built.recording.calls)
+    layers: list[LayerConfig] = []
+    for call in built.recording.calls:
+        layer = _layer(call, built)
+        if layer.kv_source is not None and not layer.can_read_kv_of(layers[layer.kv_source]):
+            layer = replace(layer, kv_source=None)  # it keeps the same keys and values once more
+        layers.append(layer)
     hf_config = built.model.config
     own = {id(each): each for each in built.model.parameters()}
     return Reading(
@@ -61,7 +66,7 @@ def read(directory: Path, config: Fields) -> Reading:
             vocab_size=hf_config.get_text_config().vocab_size,
             hidden_size=layers[0].attention.hidden_size,
             max_model_len=built.max_model_len,
-            layers=layers,
+            layers=tuple(layers),
             final_norm=None,
             tied_embeddings=built.has_tied_embeddings,
         ),
@@ -102,6 +107,7 @@ def _layer(call: AttentionCall, built: Built) -> LayerConfig:
             activation="relu",
         ),
         norm=NormConfig("rms", hidden_size, 1e-6),
+        kv_source=call.kv_source,
     )
 
 

@@ -70,6 +70,7 @@ class AttentionCall:
     softcap: float | None
     sinks: str | None  # the module's parameter
     rotated: RotationCall | None  # what queries and keys are the results of
+    kv_source: int | None  # the call before it that had the same keys and values
 
 
 class RotaryCall(NamedTuple):
@@ -154,6 +155,7 @@ class _Recorder:
         self._masks: dict[int, Window] = {}
         self._tables: dict[int, RotaryCall] = {}  # by the cosine that it returned
         self._rotations: dict[int, tuple[int, RotationCall]] = {}  # by query: key, call
+        self._sources: dict[tuple[int, int], int] = {}  # by key and value: the first call
         self._kept: list[Tensor] = []  # so that no other tensor gets the same id
         self._width = 0
 
@@ -245,7 +247,7 @@ class _Recorder:
         **named: Any,
     ) -> Any:
         results = function(*inputs, **named)
-        tables = [self._tables.get(id(each)) for each in inputs[2:]]
+        tables = [self._tables.get(id(_whole(each))) for each in inputs[2:]]
         if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
             query, key = results
             if query.shape != inputs[0].shape:
@@ -285,6 +287,8 @@ class _Recorder:
             raise Unserved(f"{path} has {num_heads} query heads for {num_kv_heads} KV heads")
         key_id, rotation = self._rotations.get(id(query), (None, None))
         scale = arguments.get("scaling")
+        number = len(self.found.calls)
+        source = self._sources.setdefault((id(self._keep(key)), id(self._keep(value))), number)
         self.found.calls.append(
             AttentionCall(
                 module=module,
@@ -298,6 +302,7 @@ class _Recorder:
                 softcap=_softcap(path, arguments.get("softcap")),
                 sinks=_sinks(module, path, arguments.get("s_aux")),
                 rotated=rotation if key_id == id(key) else None,
+                kv_source=None if source == number else source,
             )
         )
         self.found.width = max(self.found.width, self._width)
@@ -317,7 +322,7 @@ class _Recorder:
             if not is_causal:
                 raise Unserved(f"the attention of {path} is not causal: it sees later tokens")
             return None if window is None else int(window)
-        seen = self._masks.get(id(mask))
+        seen = self._masks.get(id(_whole(mask)))
         if seen is None:
             raise Unserved(f"{path} attends with a mask of its own")
         if seen.size == 0:
@@ -358,6 +363,14 @@ class _Recorder:
                         "that call it once, without linear attention, state space or convolution"
                     )
         self.found.width = max(self.found.width, self._width)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor that another one is a view of, if the view leaves nothing out."""
+    base = tensor._base
+    if base is None or (base.shape, base.stride()) != (tensor.shape, tensor.stride()):
+        return tensor
+    return base
 
 
 def _mixer(layer: nn.Module) -> str:

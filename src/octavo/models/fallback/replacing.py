@@ -112,8 +112,9 @@ class RowNorm(nn.Module):
         self.norm = make_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, num_tokens, (heads,) size] -> the same."""
-        rows = x[0] if x.shape[0] == 1 and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
+        """[1, num_tokens, (heads,) size] or [num_tokens, size] -> the same."""
+        is_step = x.dim() > 2 and x.shape[0] == 1
+        rows = x[0] if is_step and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
         return self.norm.forward(rows)[0].view(x.shape)
 
 
