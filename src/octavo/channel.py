@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 LENGTH_BYTES = 4
@@ -76,15 +77,20 @@ class Channel:
 
     def receive(self, seconds: float | None) -> list[bytes] | None:
         """Messages that have arrived; waits for one, if there is none, for so many seconds (None:
-        as long as it takes). None if the other side is gone, and all that it has sent was
-        received."""
+        as long as it takes), also if parts of one come meanwhile. None if the other side is gone,
+        and all that it has sent was received."""
         messages: list[bytes] = []
         timeout = None if seconds is None else seconds * 1e3
+        deadline = None if not seconds else time.monotonic() + seconds
         while self._poll.poll(0 if messages else timeout):
             received = self.read()
             if received is None:
                 return messages or None
             messages += received
+            if deadline is not None and not messages:
+                timeout = (deadline - time.monotonic()) * 1e3
+                if timeout <= 0:
+                    break
         return messages
 
     def read(self) -> list[bytes] | None:
