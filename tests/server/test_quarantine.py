@@ -3,6 +3,7 @@ process may have been computing then."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from itertools import count
 
@@ -18,6 +19,10 @@ from octavo.server.engine_process.quarantine import MAX_KILLS_ALONE, Quarantine
 
 CRASH = Death("it crashed", is_kill_from_outside=False)
 KILL = Death("it was killed", is_kill_from_outside=True)
+
+
+class Prompt(str):
+    """One that can be seen to be forgotten with its request."""
 
 
 @dataclass
@@ -157,6 +162,27 @@ def test_a_request_that_ends_is_released() -> None:
     del processes.journal.requests["a"]
     assert processes.quarantine.release()
     assert processes.first == "b"
+
+
+def test_requests_that_have_ended_are_forgotten() -> None:
+    """Also if no process dies again; but not before none can be computing them."""
+    processes = Processes("ab")
+    processes.run("ab")
+    processes.die(CRASH)
+    processes.run("a")
+    processes.take("a", num_commands=1)
+    kept = {}
+    for name, entry in processes.journal.requests.items():
+        entry.prompt = Prompt(name)
+        kept[name] = weakref.ref(entry.prompt)
+    del entry
+    processes.journal.requests.clear()
+    processes.quarantine.release()
+    assert kept["a"]() is not None
+    assert kept["b"]() is None
+    processes.tables[0].acknowledge(1)
+    processes.quarantine.release()
+    assert kept["a"]() is None
 
 
 def test_only_what_ran_alone_is_given_up() -> None:

@@ -162,9 +162,6 @@ class Quarantine:
             alone.num_deaths_alone += 1
             limit = MAX_KILLS_ALONE if death.is_kill_from_outside else MAX_CRASHES_ALONE
             killer = alone if alone.num_deaths_alone >= limit else None
-        self._suspects = {
-            each for each in self._suspects if each.assignments or self._is_open(each)
-        }
         self._suspects.update(each for each in loss.at_risk if each is not killer)
         # The first one stays the first.
         queue = [*self._queue, *(each for each in loss.at_risk if each not in self._queue)]
@@ -179,7 +176,12 @@ class Quarantine:
 
     def release(self) -> bool:
         """Release the first if it has ended, or got past the place where processes died. True if
-        any was released: another one is first now, or all requests may run."""
+        any was released: another one is first now, or all requests may run. Suspects that have
+        ended, and that no process may be computing, are forgotten."""
+        if self._suspects:  # as a rule there are none, and this is called in every step
+            self._suspects = {
+                each for each in self._suspects if each.assignments or self._is_open(each)
+            }
         was_released = False
         while self._queue:
             entry = self._queue[0]
