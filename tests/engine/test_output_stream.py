@@ -76,6 +76,16 @@ def test_a_stop_string_ends_a_sample_that_the_engine_goes_on_with(tokenizer: Tok
     assert (output.text, output.finish_reason, output.stop_reason) == ("the ", *ended)
 
 
+@pytest.mark.parametrize("stops", [["ick", "quick"], ["quick", "ick"]])
+def test_of_stop_strings_that_end_together_nothing_is_left(
+    tokenizer: Tokenizer, stops: list[str]
+) -> None:
+    stream = new_stream(tokenizer, stop=stops, max_tokens=99)
+    take(stream, 0, tokenizer.encode("the quick brown fox"))
+    output = stream.conclude(9.0).outputs[0]
+    assert (output.text, output.stop_reason) == ("the ", "quick")
+
+
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_the_engines_own_end_and_a_stop_string_in_one_step(
     tokenizer: Tokenizer, reason: str

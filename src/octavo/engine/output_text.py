@@ -92,18 +92,20 @@ class OutputText:
         """Cut the text at the first stop string that its new part completes, which begins at
         `start` of what is held back.
 
-        Of several matches the one that ends first counts. Nothing is found while there are fewer
-        than `min_tokens`; what comes before is not searched later, either.
+        Of several matches the one that ends first counts; of those that end together, the longest,
+        so that nothing of a stop string is left. Nothing is found while there are fewer than
+        `min_tokens`; what comes before is not searched later, either.
         """
         if num_tokens < self._min_tokens:
             return None
-        best: tuple[int, str] | None = None
+        best: tuple[int, int, str] | None = None  # end, beginning
         for stop in self._stops:
             found = self._held.find(stop, max(0, start - len(stop) + 1))
-            if found >= 0 and (best is None or found + len(stop) < best[0]):
-                best = (found + len(stop), stop)
+            if found >= 0:
+                match = (found + len(stop), found, stop)
+                best = match if best is None else min(best, match)
         if best is None:
             return None
-        end, stop = best
-        self._held = self._held[: end if self._include_stop else end - len(stop)]
+        end, begin, stop = best
+        self._held = self._held[: end if self._include_stop else begin]
         return stop
