@@ -138,3 +138,32 @@ def test_a_plugin_that_fails_after_it_has_registered_something_is_not_run_again(
     )
     message = "plugin: toy (toy_plugin:register) fails: ValueError: no licence"
     assert run.stdout.splitlines() == ["registered", message, message]
+
+
+def test_a_thread_waits_for_the_plugins_that_another_one_loads(tmp_path: Path) -> None:
+    run = run_with_plugin(
+        tmp_path,
+        """
+from threading import Event
+from octavo.registry import POLICIES
+
+begun, found = Event(), Event()
+
+def register():
+    begun.set()
+    found.wait(0.2)  # in vain: the other thread waits
+    POLICIES.register("mine", "toy_plugin:Mine")
+""",
+        """if True:
+            from threading import Thread
+            from octavo.registry import POLICIES
+            import toy_plugin
+            loading = Thread(target=POLICIES.check, args=("mine",))
+            loading.start()
+            toy_plugin.begun.wait()
+            POLICIES.check("mine")
+            toy_plugin.found.set()
+            print("found")
+        """,
+    )
+    assert run.stdout.split() == ["found"], run.stderr

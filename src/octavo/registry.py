@@ -13,6 +13,7 @@ them, or that lists the names; so names of octavo's own cost nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -23,6 +24,9 @@ from octavo.errors import ConfigError, OctavoError, shown
 T = TypeVar("T")
 GROUP = "octavo.plugins"
 
+# Held by the thread that loads them, which looks names up meanwhile; other threads wait until all
+# names are there.
+_loading = threading.RLock()
 _plugins_are_loaded = False
 _plugin_error: ConfigError | None = None
 
@@ -108,18 +112,20 @@ def load_plugins() -> None:
     None is run again, because what it has registered already would be taken.
     """
     global _plugins_are_loaded, _plugin_error
-    if _plugin_error is not None:
-        raise _plugin_error
-    if _plugins_are_loaded:
-        return
-    _plugins_are_loaded = True  # plugins themselves look names up
-    for plugin in entry_points(group=GROUP):
-        try:
-            plugin.load()()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            _plugin_error = ConfigError("plugin", f"{plugin.name} ({plugin.value}) fails: {reason}")
-            raise _plugin_error from error
+    with _loading:
+        if _plugin_error is not None:
+            raise _plugin_error
+        if _plugins_are_loaded:
+            return
+        _plugins_are_loaded = True  # plugins themselves look names up
+        for plugin in entry_points(group=GROUP):
+            try:
+                plugin.load()()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                message = f"{plugin.name} ({plugin.value}) fails: {reason}"
+                _plugin_error = ConfigError("plugin", message)
+                raise _plugin_error from error
 
 
 # What an option's value is checked against before the packages that implement it are imported.
