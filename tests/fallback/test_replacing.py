@@ -17,7 +17,12 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fallback.shrunken import shrunken_config
@@ -62,6 +67,29 @@ def test_of_a_llama_nothing_is_left_but_the_additions(tmp_path: Path) -> None:
     assert (found["FeedForward"], found["MergedProjections"], found["RowNorm"]) == (3, 3, 7)
     assert found["Linear"] == found["LlamaRMSNorm"] == found["LlamaRotaryEmbedding"] == 0
     assert rotated_by_backend(model) == [True] * 3
+
+
+def with_rotated_values(
+    self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **named: Any
+) -> tuple[Tensor, None]:
+    """LlamaAttention.forward, with values that are rotated as well."""
+    query, key, value = (
+        linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for linear in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    value, _ = apply_rotary_pos_emb(value, value, *position_embeddings)
+    attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **named)
+    return self.o_proj(output.flatten(2)), None
+
+
+def test_attention_that_rotates_more_than_queries_and_keys_rotates_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rotation cannot be left to the backend without leaving out the other one."""
+    monkeypatch.setattr(LlamaAttention, "forward", with_rotated_values)
+    assert rotated_by_backend(load(tmp_path, "llama", num_hidden_layers=3)) == [False] * 3
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -69,7 +70,8 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: str | None  # the module's parameter
-    rotated: RotationCall | None  # what queries and keys are the results of
+    rotated: RotationCall | None
+    """What queries and keys are the results of, if that is all that the module rotates."""
     kv_source: int | None  # the call before it that had the same keys and values
 
 
@@ -141,6 +143,7 @@ def record(
                 f"its forward pass fails on tensors without data ({type(error).__name__}: {error})"
             ) from error
     recorder.check(model)
+    recorder.leave_several_rotations()
     if hidden.dim() != 3 or hidden.shape[:2] != (1, NUM_TOKENS):
         raise Unserved(f"its decoder returns hidden states of shape {list(hidden.shape)}")
     recorder.found.hidden_size = hidden.shape[2]
@@ -156,6 +159,7 @@ class _Recorder:
         self._tables: dict[int, RotaryCall] = {}  # by the cosine that it returned
         self._rotations: dict[int, tuple[int, RotationCall]] = {}  # by query: key, call
         self._sources: dict[tuple[int, int], int] = {}  # by key and value: the first call
+        self._num_rotations: Counter[nn.Module] = Counter()
         self._kept: list[Tensor] = []  # so that no other tensor gets the same id
         self._width = 0
 
@@ -189,7 +193,8 @@ class _Recorder:
                     dynamic.append((module, kind))
                     module.rope_type = _without_dynamic(kind)
                 elif (rotate := rotation_of(module)) is not None:
-                    module.forward = with_rotation(module, partial(self._rotate, rotate))
+                    rotate = partial(self._rotate, module, rotate)
+                    module.forward = with_rotation(module, rotate)
                     changed.append(module)
             with torch.no_grad(), _WithoutData(self.found):
                 yield
@@ -242,10 +247,12 @@ class _Recorder:
 
     def _rotate(
         self,
+        module: nn.Module,
         function: Callable[..., Any],
         *inputs: Any,
         **named: Any,
     ) -> Any:
+        self._num_rotations[module] += 1
         results = function(*inputs, **named)
         tables = [self._tables.get(id(_whole(each))) for each in inputs[2:]]
         if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
@@ -332,6 +339,14 @@ class _Recorder:
                 f"{path} attends with a window of {window}, but its mask is one of {seen.size}"
             )
         return seen.size
+
+    def leave_several_rotations(self) -> None:
+        """Forget the rotations of modules that rotate more than once: the function by which they do
+        cannot be replaced for queries and keys alone."""
+        self.found.calls = [
+            call if self._num_rotations[call.module] == 1 else replace(call, rotated=None)
+            for call in self.found.calls
+        ]
 
     # ---------------------------------------------------------------- checks
 
