@@ -20,6 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
     LlamaAttention,
+    LlamaDecoderLayer,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
 )
@@ -90,6 +91,19 @@ def test_attention_that_rotates_more_than_queries_and_keys_rotates_itself(
     """Their rotation cannot be left to the backend without leaving out the other one."""
     monkeypatch.setattr(LlamaAttention, "forward", with_rotated_values)
     assert rotated_by_backend(load(tmp_path, "llama", num_hidden_layers=3)) == [False] * 3
+
+
+def test_norms_with_an_input_that_is_given_by_name_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, hidden_states: Tensor, **named: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states=hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states=normed, **named)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    found = kinds(load(tmp_path, "llama", num_hidden_layers=3))
+    assert (found["LlamaRMSNorm"], found["RowNorm"]) == (3, 4)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

@@ -96,7 +96,8 @@ class Recording:
 
     calls: list[AttentionCall] = field(default_factory=list)
     linears: dict[nn.Linear, list[Tensor]] = field(default_factory=dict)  # with their inputs
-    norms: dict[nn.Module, torch.dtype] = field(default_factory=dict)  # with their inputs' dtype
+    norms: dict[nn.Module, torch.dtype | None] = field(default_factory=dict)
+    """With their inputs' dtype; None: it differs, or an input is given by name or is not alone."""
     rotaries: dict[nn.Module, set[tuple[Any, ...]]] = field(default_factory=dict)
     data_dependent: str | None = None
     """An operation whose result has a size, or decides something, by what tensors hold."""
@@ -186,7 +187,8 @@ class _Recorder:
                     module.forward = partial(self._project, module)  # type: ignore[method-assign]
                     changed.append(module)
                 elif is_norm(module):
-                    hooks.append(module.register_forward_pre_hook(self._normalise))
+                    hook = module.register_forward_pre_hook(self._normalise, with_kwargs=True)
+                    hooks.append(hook)
                 elif is_rotary(module):
                     hooks.append(module.register_forward_hook(self._make_table, with_kwargs=True))
                     kind = getattr(module, "rope_type", None)
@@ -225,8 +227,10 @@ class _Recorder:
         # As a merged projection returns it: a part of longer rows.
         return x.new_empty((*x.shape[:-1], linear.out_features + 8))[..., :-8]
 
-    def _normalise(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.found.norms[norm] = inputs[0].dtype
+    def _normalise(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        norms = self.found.norms
+        dtype = inputs[0].dtype if len(inputs) == 1 and not named else None
+        norms[norm] = dtype if norms.get(norm, dtype) == dtype else None
 
     def _make_table(
         self,
