@@ -18,7 +18,7 @@ from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient, LocalStream
 from octavo.engine.recorder import Recorder
-from octavo.engine.snapshot import take_snapshot
+from octavo.engine.snapshot import take_snapshot, unpack_ids
 from octavo.engine.validation import Prompt, RequestPreparer
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.executor.base import KVCapacity
@@ -260,7 +260,7 @@ def test_a_snapshot_shows_both_tables(client: LocalClient) -> None:
     snapshot = take_snapshot(client.engine, 1)
     [view] = snapshot.running
     [seq] = view.sequences
-    assert [len(ids) for ids in seq.block_ids] == [1, 3]
+    assert [len(unpack_ids(table)) for table in seq.tables] == [1, 3]
     assert view.num_prompt_tokens == len(INPUT)
 
 

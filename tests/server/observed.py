@@ -11,7 +11,14 @@ from typing import Any
 from octavo.core.step import SamplingSpec
 from octavo.engine.events import Admitted, Counters, Event, Gauges
 from octavo.engine.output_stream import Sample
-from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
+from octavo.engine.snapshot import (
+    RequestView,
+    SequenceView,
+    Snapshot,
+    TierView,
+    pack_ids,
+    unpack_ids,
+)
 from octavo.engine.validation import PreparedRequest
 from octavo.errors import Unavailable
 from octavo.memory_budget import MemoryBudget
@@ -106,7 +113,8 @@ class FakeClient:
 
 def snapshot(running: list[RequestView], cached: set[int] | None = None) -> Snapshot:
     """A pool in which the given requests run; `cached` are block ids."""
-    tables = [ids for view in running for seq in view.sequences for ids in seq.block_ids]
+    sequences = [seq for view in running for seq in view.sequences]
+    tables = [unpack_ids(table) for seq in sequences for table in seq.tables]
     counts = [sum(ids.count(b) for ids in tables) for b in range(1, NUM_BLOCKS + 1)]
     is_cached = bytes(int(b in (cached or set())) for b in range(1, NUM_BLOCKS + 1))
     num_free = counts.count(0)
@@ -118,7 +126,7 @@ def snapshot(running: list[RequestView], cached: set[int] | None = None) -> Snap
 def view(request_id: str, *tables: list[int], num_tokens: int = 40) -> RequestView:
     """A running request with a sequence for each table."""
     sequences = [
-        SequenceView(10 + i, i, num_tokens, num_tokens - 1, True, [table], 0.0)
+        SequenceView(10 + i, i, num_tokens, num_tokens - 1, True, [pack_ids(table)], 0.0)
         for i, table in enumerate(tables)
     ]
     return RequestView(

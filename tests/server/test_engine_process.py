@@ -22,7 +22,7 @@ from octavo.channel import Channel
 from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
-from octavo.engine.snapshot import Snapshot
+from octavo.engine.snapshot import Snapshot, unpack_ids
 from octavo.engine.validation import RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.models.hub import resolve_model
@@ -293,7 +293,7 @@ def test_events_and_pictures() -> None:
                 picture = await client.snapshot()
                 [view] = picture.running
                 assert (view.request_id, view.max_sequences) == (stream.request_id, 2)
-                held = {b for seq in view.sequences for b in seq.block_ids[0]}
+                held = {b for seq in view.sequences for b in unpack_ids(seq.tables[0])}
                 shown = {i + 1 for i, c in enumerate(picture.device.ref_counts) if c}
                 assert held == shown
                 detail = await client.inspect(stream.request_id)

@@ -100,7 +100,7 @@ def test_frames_tell_what_changed() -> None:
         assert "cached" not in frame
         # Preempted by recompute, it holds nothing; then it holds blocks again.
         waiting = view("r1", [3, 4])
-        waiting = replace(waiting, sequences=[replace(waiting.sequences[0], block_ids=[])])
+        waiting = replace(waiting, sequences=[replace(waiting.sequences[0], tables=[])])
         for picture, tables in ((waiting, []), (view("r1", [3, 6]), [[0, [3, 6]]])):
             client.picture = snapshot([picture], cached={3, 9})
             client.counters.num_steps += 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Response
 
 from octavo.engine.events import Admitted, Preempted
-from octavo.engine.snapshot import RequestView, TierView
+from octavo.engine.snapshot import RequestView, TierView, unpack_ids
 from octavo.outputs import RequestOutput
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
@@ -90,7 +90,14 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
                     "swap": _tier(snapshot.swap),
                     "num_waiting": snapshot.num_waiting,
                     "requests": [_request(view) for view in requests],
-                    "pinned_prefixes": snapshot.pins,
+                    "pinned_prefixes": [
+                        {
+                            "name": pin.name,
+                            "num_tokens": pin.num_tokens,
+                            "block_ids": [*map(unpack_ids, pin.tables)],
+                        }
+                        for pin in snapshot.pins
+                    ],
                 }
             )
 
@@ -155,7 +162,7 @@ def _request(view: RequestView) -> dict[str, Any]:
                 "num_tokens": seq.num_tokens,
                 "num_computed_tokens": seq.num_computed_tokens,
                 "tier": "device" if seq.on_device else "swap",
-                "block_table": seq.block_ids,
+                "block_table": [*map(unpack_ids, seq.tables)],
             }
             for seq in view.sequences
         ],

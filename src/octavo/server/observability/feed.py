@@ -21,7 +21,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from octavo import __version__
 from octavo.engine.events import Counters, Event
-from octavo.engine.snapshot import RequestView, SequenceView, Snapshot
+from octavo.engine.snapshot import ID_BYTES, RequestView, SequenceView, Snapshot, unpack_ids
 from octavo.errors import EngineFailed, Unavailable
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import EngineInfo
@@ -37,7 +37,7 @@ IDLE_SECONDS = 1.0  # between frames while nothing happens
 MAX_EVENTS = 100  # per frame; the oldest are left out
 MAX_VIEWERS = 32
 
-Tables = dict[int, list[list[int]]]  # sequence id -> one table per KV group
+Tables = dict[int, list[bytes]]  # sequence id -> one table per KV group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +110,11 @@ class Frame:
             "hidden": [request_id for request_id in absent if request_id in self._open],
             "events": self._events_since(num_heard),
         }
-        cached, pins = snapshot.device.is_cached, _pins(snapshot)
+        cached = snapshot.device.is_cached
         if before is None or before.device.is_cached != cached:
             frame["cached"] = _runs(b"\0" + cached)
-        if before is None or _pins(before) != pins:
-            frame["pins"] = pins
+        if before is None or before.pins != snapshot.pins:
+            frame["pins"] = {pin.name: unpack_ids(b"".join(pin.tables)) for pin in snapshot.pins}
         return greeting + _sse("frame", frame), self._after
 
     def _common(self, snapshot: Snapshot) -> dict[str, Any]:
@@ -308,14 +308,9 @@ def _runs(marks: bytes) -> list[int]:
     return lengths
 
 
-def _pins(snapshot: Snapshot) -> dict[str, list[int]]:
-    """The blocks of each pinned prefix."""
-    return {pin.name: [b for ids in pin.block_ids for b in ids] for pin in snapshot.pins}
-
-
 def _request(view: RequestView, before: RequestView | None) -> dict[str, Any]:
     """A request with what has changed since it was told last."""
-    known = {} if before is None else {seq.seq_id: seq.block_ids for seq in before.sequences}
+    known = {} if before is None else {seq.seq_id: seq.tables for seq in before.sequences}
     return {
         "id": view.request_id,
         "state": view.status,
@@ -334,26 +329,26 @@ def _request(view: RequestView, before: RequestView | None) -> dict[str, Any]:
 def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
     """A sequence with what was added to its tables: [entries that stay, the entries after them]."""
     before = known.get(seq.seq_id)
-    if not before or not seq.block_ids:  # it held no blocks, or holds none now
-        before = [[] for _ in seq.block_ids]
+    if not before or not seq.tables:  # it held no blocks, or holds none now
+        before = [b"" for _ in seq.tables]
     return {
         "id": seq.seq_id,
         "index": index,
         "tokens": seq.num_tokens,
         "computed": seq.num_computed_tokens,
         "tier": "device" if seq.on_device else "swap",
-        "tables": [_addition(old, new) for old, new in zip(before, seq.block_ids, strict=True)],
+        "tables": [_addition(old, new) for old, new in zip(before, seq.tables, strict=True)],
     }
 
 
-def _addition(old: list[int], new: list[int]) -> tuple[int, list[int]]:
-    if new[: len(old)] == old:
-        return len(old), new[len(old) :]
-    num_equal = next(
-        (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-        min(len(old), len(new)),
-    )
-    return num_equal, new[num_equal:]
+def _addition(old: bytes, new: bytes) -> tuple[int, list[int]]:
+    num_equal = len(old) // ID_BYTES
+    if not new.startswith(old):
+        size = min(len(old), len(new))
+        one, other = (np.frombuffer(each[:size], f"i{ID_BYTES}") for each in (old, new))
+        differing = np.flatnonzero(one != other)
+        num_equal = int(differing[0]) if len(differing) else len(one)
+    return num_equal, unpack_ids(new[num_equal * ID_BYTES :])
 
 
 def _counts(snapshot: Snapshot) -> dict[str, int]:
