@@ -248,7 +248,17 @@ def test_beams_are_forked_once_they_are_known(server: LiveServer) -> None:
             400,
             "children[0].response_format.type",
         ),
-        ({"children": [{"allowed_token_ids": [10**9]}]}, 400, "allowed_token_ids"),
+        ({"children": [{"allowed_token_ids": [10**9]}]}, 400, "children[0].allowed_token_ids"),
+        (
+            {"children": [{}, {"allowed_token_ids": [10**9]}]},
+            400,
+            "children[1].allowed_token_ids",
+        ),
+        (
+            {"children": [{}, {"temperature": 1}], "allowed_token_ids": [10**9]},
+            400,
+            "allowed_token_ids",
+        ),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "a"}, 400, "prompt"),
         ({"cache_salt": "a"}, 400, "cache_salt"),

@@ -243,7 +243,10 @@ def test_a_fork_inside_an_output_with_a_form_goes_on_with_the_form(server: LiveS
         assert (error["param"], words in error["message"]) == (param, True)
     for fields, param in [
         (form, "structured_outputs.regex"),
-        ({"children": [{}, {"response_format": {"type": "json_object"}}]}, "response_format"),
+        (
+            {"children": [{}, {"response_format": {"type": "json_object"}}]},
+            "children[1].response_format",
+        ),
         ({"ignore_eos": True}, "parent"),
     ]:
         assert fork(parent["id"], 5, **fields)["error"]["param"] == param

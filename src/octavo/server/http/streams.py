@@ -38,12 +38,14 @@ async def open_streams(
     params: Params | Sequence[Params],
     names: Mapping[str, str],
     parent: Parent | None = None,
+    rewords: Sequence[Callable[[Exception], Exception]] = (),
 ) -> list[RequestStream]:
     """Queue one request for each prompt: all of them, or none if one is refused.
 
     `params`: for all prompts, or one for each. `names`: the engine's name of a field -> the
-    client's, where that is another one. `parent`: what the prompts go on from, if they do. The
-    caller must `close` the streams.
+    client's, where that is another one. `parent`: what the prompts go on from, if they do.
+    `rewords`: for each prompt, what makes an error name a field of this one, if prompts have fields
+    of their own. The caller must `close` the streams.
     """
     context = context_of(request)
     if body.priority and context.client.info.policy != "priority":
@@ -82,9 +84,11 @@ async def open_streams(
     if not failed:
         return [task.result() for task in tasks]
     close([task.result() for task in tasks if task.exception() is None])
-    error = errors[failed[0]]
+    index = failed[0]
+    error = errors[index]
     assert error is not None
-    raise _in_clients_words(error, names, failed[0] if len(prompts) > 1 else None)
+    error = _in_clients_words(error, names, index if len(prompts) > 1 else None)
+    raise rewords[index](error) if rewords and isinstance(error, Exception) else error
 
 
 def close(streams: Sequence[RequestStream]) -> None:

@@ -154,12 +154,13 @@ async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
         raise refused("background", "its stream is read with GET /v1/forks/ID?stream=true")
     parent = context.responses.find(body.parent, tenant, body.choice or 0)
     position = _position(body, parent)
-    suffixes, params = await _children(context, body)
+    suffixes, params, words = await _children(context, body)
     tokens = parent.tokens_to(position)
-    params = [
-        _going_on(parent, position, own, suffix)
-        for own, suffix in zip(params, suffixes, strict=True)
-    ]
+    for index, suffix in enumerate(suffixes):
+        try:
+            params[index] = _going_on(parent, position, params[index], suffix)
+        except ApiError as error:
+            raise words[index].of(error) from error
     prompts: list[Prompt] = [[*tokens, *suffix] for suffix in suffixes]
     if parent.encoder_token_ids:
         encoder = list(parent.encoder_token_ids)
@@ -170,7 +171,8 @@ async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
         context.client.offer_tail(*parent.running)
     field = "suffix" if body.children is None else "children"
     names = dict.fromkeys(("prompt", "decoder_input_ids", "structured.begun"), field)
-    streams = await open_streams(request, body, prompts, params, names, parent)
+    rewords = [each.of for each in words]
+    streams = await open_streams(request, body, prompts, params, names, parent, rewords)
     writer = ForkWriter(request, body, model, streams)
     writer.fork = Fork(
         writer.head, body, tenant, streams, writer.num_samples, context.client.offload
@@ -206,27 +208,29 @@ def _going_on(parent: Parent, position: int, params: Params, suffix: Sequence[in
     return replace(params, structured=structured)
 
 
-async def _children(context: Context, body: ForkBody) -> tuple[list[list[int]], list[Params]]:
-    """The suffix and the parameters of each child."""
+async def _children(
+    context: Context, body: ForkBody
+) -> tuple[list[list[int]], list[Params], list[Words]]:
+    """The suffix and the parameters of each child, and what errors about those are to name."""
     defaults = context.client.model_config.sampling_defaults
     shared = completion_params(body, defaults)
     if body.children is None:
-        return [await _suffix(context, body.suffix, "suffix")], [shared]
+        return [await _suffix(context, body.suffix, "suffix")], [shared], [Words({})]
     limit = context.settings.max_prompts
     if len(body.children) > limit:
         raise refused("children", f"{len(body.children)} children are more than {limit}")
     if body.suffix is not None:
         raise refused("suffix", "give it to each of the children")
-    suffixes, params = [], []
+    suffixes, params, words = [], [], []
     for i, child in enumerate(body.children):
         given = without_nulls({name: getattr(child, name) for name in child.model_fields_set})
         suffixes.append(await _suffix(context, given.pop("suffix", None), f"children[{i}].suffix"))
+        words.append(Words({rf"{name}\b": f"children[{i}].{name}" for name in given}))
         try:
             params.append(completion_params(body.model_copy(update=given), defaults))
         except (ApiError, InvalidRequest) as error:
-            words = Words({rf"{name}\b": f"children[{i}].{name}" for name in given})
-            raise words.of(error) from error
-    return suffixes, params
+            raise words[i].of(error) from error
+    return suffixes, params, words
 
 
 async def _suffix(context: Context, suffix: str | list[int] | None, field: str) -> list[int]:
