@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,6 +317,25 @@ def test_fewest_devices() -> None:
         Target(-1)
     with pytest.raises(ConfigError, match="target: inf s is not a positive number"):
         Target(0.1, math.inf)
+
+
+def test_a_size_at_which_nothing_can_be_quantized_is_refused_alone(tmp_path: Path) -> None:
+    """Groups of 32 divide the inputs of one device's projections, and not those of four."""
+    fields = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512},
+        **{"hidden_size": 144, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "torch_dtype": "bfloat16"},
+        **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = SimulationConfig(str(tmp_path), "a100-40gb", quantization="int4", cache=UNCACHED)
+    refused, chosen = fewest_gpus(
+        config, lambda _, rate: steady(3, 1 / rate), 1.0, Target(10.0), (4, 1)
+    )
+    assert isinstance(refused, Refusal)
+    assert "quantization: " in refused.reason
+    assert "none of the weights can be quantized to int4" in refused.reason
+    assert isinstance(chosen, Fleet)
 
 
 def test_no_number_of_engines_up_to_the_limit_is_left_out() -> None:

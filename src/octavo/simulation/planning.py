@@ -93,6 +93,10 @@ class Probe:
     result: SimulationResult  # cut short if the target was missed
 
 
+# What may be impossible for a model on some numbers of devices, and possible on others.
+OF_SIZE = ("num_gpus", "quantization")
+
+
 class SearchProgress:
     """Receives the progress of a search, to show it; this one shows nothing."""
 
@@ -226,7 +230,7 @@ def fewest_gpus(
         except (OutOfMemory, RequestTooLong) as error:
             found.append(Refusal(machine, str(error)))
         except ConfigError as error:
-            if error.field != "num_gpus":
+            if error.field not in OF_SIZE:
                 raise
             found.append(Refusal(machine, str(error)))
     return found
