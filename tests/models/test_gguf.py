@@ -538,7 +538,10 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "tensors": (put("Q", HUGE, skip=8), r"1,000,000,000,000 tensors, which take at least"),
     "values": (put("Q", HUGE, skip=16), r"1,000,000,000,000 values of metadata, which take"),
     "more values": (put("Q", 500, skip=16), "bad.gguf: "),
-    "key": (put("Q", HUGE, skip=24), r"the key of value 0 has 1,000,000,000,000 bytes, and"),
+    "key": (
+        put("Q", HUGE, skip=24),
+        r"the key of value 0 has 1,000,000,000,000 bytes; at most 65,535",
+    ),
     "text": (
         put("Q", 1 << 63, b"general.architecture", 4),
         "general.architecture has 9,223,372,036,854,775,808 bytes",
@@ -579,6 +582,19 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_files(fault: str, good: Path, tmp_path: Path) -> None:
     refused(good, tmp_path, *FAULTS[fault])
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1])
+def test_long_names_make_no_long_messages(num_tensors: int, tmp_path: Path) -> None:
+    """One of a value of an unknown type, or of a tensor with nine dimensions."""
+    path, name = tmp_path / "long.gguf", b"a" * 60_000
+    header = struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, 1 - num_tensors)
+    path.write_bytes(header + struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 77, 0))
+    with pytest.raises(ModelError) as error:
+        read_gguf(path)
+    reason = str(error.value).removeprefix(str(path))
+    assert "60,000 bytes; at most 64" in reason if num_tensors else "of type 77" in reason
+    assert len(reason) < 200
 
 
 def test_any_cut_and_any_changed_byte_of_the_header_is_an_error_or_harmless(

@@ -30,7 +30,8 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-MAX_NAME_BYTES = 65_535
+MAX_KEY_BYTES = 65_535
+MAX_TENSOR_NAME_BYTES = 64
 MAX_ARRAY_LENGTH = 1 << 24  # vocabularies have up to some 300,000 tokens
 MAX_DIMS = 4
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -76,7 +77,8 @@ class GgufFile:
 
     def error(self, key: str, expected: str) -> ModelError:
         """About a value of the metadata."""
-        return ModelError(f"{self.path}: {key} is {shown(self.metadata.get(key))}; {expected}")
+        value = shown(self.metadata.get(key))
+        return ModelError(f"{self.path}: {shown(key)[1:-1]} is {value}; {expected}")
 
     def find(self, key: str, kind: type | tuple[type, ...], expected: str) -> Any:
         """The value of a key, or None. Raises ModelError if it is of another kind."""
@@ -238,7 +240,7 @@ class _Header:
         self._check_count(num_tensors, _LEAST_ENTRY_BYTES, "tensors")
         metadata: dict[str, Any] = {}
         for number in range(num_values):
-            key = self._name(f"the key of value {number}")
+            key = self._string(f"the key of value {number}", MAX_KEY_BYTES)
             if key in metadata:
                 raise ModelError(f"{self._path}: two values are called {shown(key)}")
             (kind,) = self._unpack("I", key)
@@ -286,7 +288,7 @@ class _Header:
 
     def _entry(self, number: int) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of a tensor."""
-        name = self._name(f"the name of tensor {number}")
+        name = self._string(f"the name of tensor {number}", MAX_TENSOR_NAME_BYTES)
         (num_dims,) = self._unpack("I", name)
         if not 1 <= num_dims <= MAX_DIMS:
             raise ModelError(
@@ -303,28 +305,31 @@ class _Header:
         if kind in _FORMATS:
             (value,) = self._unpack(_FORMATS[kind], key)
             return value
+        name = shown(key)[1:-1]
         if kind != _ARRAY:
-            raise ModelError(f"{self._path}: {key} is of type {kind}, which GGUF does not have")
+            raise ModelError(f"{self._path}: {name} is of type {kind}, which GGUF does not have")
         kind, length = self._unpack("IQ", key)
         if kind != _STRING and kind not in _FORMATS:
-            raise ModelError(f"{self._path}: {key} is an array of type {kind}; octavo reads none")
+            raise ModelError(f"{self._path}: {name} is an array of type {kind}; octavo reads none")
         width = 8 if kind == _STRING else struct.calcsize(f"<{_FORMATS[kind]}")
         if length > MAX_ARRAY_LENGTH:
             raise ModelError(
-                f"{self._path}: {key} has {length:,} elements; octavo reads {MAX_ARRAY_LENGTH:,}"
+                f"{self._path}: {name} has {length:,} elements; octavo reads {MAX_ARRAY_LENGTH:,}"
             )
-        self._check_count(length, width, f"elements of {key}")
+        self._check_count(length, width, f"elements of {name}")
         if kind == _STRING:
             return [self._string(key) for _ in range(length)]
         return list(self._unpack(f"{length}{_FORMATS[kind]}", key))
 
-    def _name(self, what: str) -> str:
-        return self._string(what, MAX_NAME_BYTES)
-
     def _string(self, what: str, limit: int | None = None) -> str:
         (length,) = self._unpack("Q", what)
         begin, end = self._at, self._at + length
-        if end > self._size or (limit is not None and length > limit):
+        if limit is not None and length > limit:
+            raise ModelError(
+                f"{self._path}: {shown(what)[1:-1]} has {length:,} bytes; at most {limit:,} are "
+                "allowed"
+            )
+        if end > self._size:
             raise ModelError(
                 f"{self._path}: {shown(what)[1:-1]} has {length:,} bytes, and "
                 f"{self._size - begin:,} are left in the file"
