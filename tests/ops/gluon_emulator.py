@@ -232,15 +232,16 @@ class Cluster:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.octets: dict[int, NDArray[np.uint8]] = {}
+        # What has come lies there before a program declares its memory; the rest are NaN.
+        self.octets: defaultdict[int, NDArray[np.uint8]] = defaultdict(
+            lambda: np.full(self.RANK, 255, np.uint8)
+        )
         self.missing: Counter[int] = Counter()  # bytes that have not come, of those that will
         self.opened: Counter[int] = Counter()
 
     def declare(self, rank: int, text: str) -> int:
         (size,) = map(int, re.findall(r"\[(\d+)\]", text))
         with self.changed:
-            # What has come already lies there; the rest are NaN.
-            self.octets.setdefault(rank, np.full(self.RANK, 255, np.uint8))
             self.octets[rank] = self.octets[rank][:size]
         return rank * self.RANK
 
@@ -261,8 +262,7 @@ class Cluster:
             ):
                 if is_inside:
                     rank, offset = divmod(place, self.RANK)
-                    memory = self.octets.setdefault(rank, np.full(self.RANK, 255, np.uint8))
-                    memory[offset : offset + 4] = data
+                    self.octets[rank][offset : offset + 4] = data
                     self.missing[rank] -= 4 * sends
             self.changed.notify_all()
 
