@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ def prepare_the_interpreter() -> None:
     """
     _let_programs_wait()
     _replace_names_once()
+    _call_directly()
     _leave_out_unheard_checks()
     _keep_types_of_numpy()
     _keep_shapes()
+    _leave_out_needless_casts()
     _look_up_short_floats()
 
 
@@ -101,30 +104,46 @@ def _let_programs_wait() -> None:
 
 
 def _replace_names_once() -> None:
-    """Once for each launch of a kernel, and each module whose functions it calls.
+    """At the first launch of a kernel, and for good.
 
-    The interpreter looks through all names of triton.language at each call of a function within a
-    kernel and replaces those that it computes itself, though most calls find all of them replaced:
-    this takes a third of its time.
+    The interpreter looks through all names of triton.language at each launch, and at each call of a
+    function within a kernel, and replaces those that it computes itself: this takes a third of its
+    time.
     """
+    from triton import language
     from triton.runtime import interpreter
 
-    prepare: Callable[[Any], Any] = interpreter._patch_lang
-    prepared: set[int] = set()  # globals of functions
+    replace_names: Callable[[Any], Any] = interpreter._patch_lang
+    sees_all = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    nothing = interpreter._LangPatchScope()  # to restore
 
-    class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
-        def restore(self) -> None:
-            prepared.clear()
-            super().restore()
+    @cache
+    def replace_all() -> None:
+        replace_names(sees_all)
 
-    def prepare_once(fn: Any) -> Any:
-        scope = Scope()
-        if id(fn.__globals__) not in prepared:
-            prepared.add(id(fn.__globals__))
-            scope._changes = prepare(fn)._changes
-        return scope
+    def replace_once(fn: Any) -> Any:
+        replace_all()
+        return nothing
 
-    interpreter._patch_lang = prepare_once
+    interpreter._patch_lang = replace_once
+
+
+def _call_directly() -> None:
+    """A name that was replaced calls a function that checks whether it got the interpreter, and
+    then calls what computes."""
+    from triton.runtime import interpreter
+
+    def replace_name(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+        fn = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return fn(*args, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = replace_name
 
 
 def _leave_out_unheard_checks() -> None:
@@ -161,24 +180,25 @@ def _keep_shapes() -> None:
     """Each type of a block checks its shape, and each tensor wraps the sizes that it has; but there
     are few shapes, and nothing changes them."""
     from triton.language import core
+    from triton.runtime import interpreter
 
     make_type: Callable[..., None] = core.block_type.__init__
     make_tensor: Callable[..., None] = core.tensor.__init__
+    to_ir: Callable[..., Any] = core.block_type.to_ir
     types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes, by the element's type and sizes
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}  # attributes that the sizes alone decide
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not core.dtype:  # the name of a pointer's does not say all of it
-            make_type(self, element_ty, shape)
-            return
-        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        key = (*_identity(element_ty), sizes)
         if key not in types:
             make_type(self, element_ty, shape)
+            self.sizes = sizes
             types[key] = dict(vars(self))
         vars(self).update(types[key])
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in shapes:
             make_tensor(self, handle, type)
             of_tensor = {"handle", "type", "dtype"}
@@ -188,12 +208,94 @@ def _keep_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         vars(self).update(shapes[sizes])
 
+    def with_element_type(self: Any, element_ty: Any) -> Any:
+        return _block_type(element_ty, self.sizes)
+
+    def to_own_ir(self: Any, builder: Any) -> Any:
+        return self if builder is interpreter.interpreter_builder else to_ir(self, builder)
+
     core.block_type.__init__ = init_type
+    core.block_type.with_element_ty = with_element_type
+    core.block_type.to_ir = to_own_ir
     core.tensor.__init__ = init_tensor
 
 
+_block_types: dict[tuple[Any, ...], Any] = {}
+
+
+def _block_type(element_ty: Any, sizes: tuple[int, ...]) -> Any:
+    """One for all blocks of elements and sizes that are the same."""
+    from triton.language import core
+
+    key = (*_identity(element_ty), sizes)
+    if key not in _block_types:
+        _block_types[key] = core.block_type(element_ty, list(sizes))
+    return _block_types[key]
+
+
+def _identity(dtype: Any) -> tuple[Any, ...]:
+    """What tells the type of an element from others; the name of a pointer's does not say all."""
+    return dtype.name, getattr(dtype, "address_space", None), getattr(dtype, "const", None)
+
+
+def _leave_out_needless_casts() -> None:
+    """Operands of an operation are brought to one type and to one shape, which most of them have;
+    and numbers in the source of a kernel become tensors each time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    semantic = interpreter.TritonSemantic
+    bring: Callable[..., tuple[Any, Any]] = semantic.binary_op_type_checking_impl
+    broadcast: Callable[..., tuple[Any, Any]] = semantic.broadcast_impl_value
+    plain = {id(each) for each in (language.int32, language.int64, language.float32)}
+    numbers: dict[tuple[Any, ...], Any] = {}  # second operands
+    common: dict[tuple[int, int], tuple[Any, tuple[int, ...]]] = {}  # shapes and sizes, of shapes
+
+    def bring_together(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        if type(lhs) is language.tensor and id(lhs.dtype) in plain:
+            if type(rhs) is language.tensor:
+                if rhs.dtype is lhs.dtype:
+                    return broadcast_other(self, lhs, rhs)
+            elif type(rhs) in (int, float) and not named:
+                key = (type(rhs), rhs, id(lhs.dtype), id(lhs.shape), options)
+                if key not in numbers:
+                    brought, number = bring(self, lhs, rhs, *options)
+                    if brought is not lhs:
+                        return brought, number
+                    values = number.handle.data
+                    number.handle.data = np.broadcast_to(values.flat[:1], values.shape)
+                    numbers[key] = number
+                return lhs, numbers[key]
+        return bring(self, lhs, rhs, *options, **named)
+
+    def broadcast_other(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        pair = id(lhs.shape), id(rhs.shape)
+        if pair not in common:
+            lhs, rhs = broadcast(self, lhs, rhs)
+            common[pair] = lhs.shape, lhs.type.sizes
+            return lhs, rhs
+        return spread(self.builder, lhs, *common[pair]), spread(self.builder, rhs, *common[pair])
+
+    def spread(builder: Any, tensor: Any, shape: Any, sizes: tuple[int, ...]) -> Any:
+        if tensor.shape is shape:
+            return tensor
+        block = _block_type(tensor.dtype, sizes)
+        if tensor.type.is_block():
+            return language.tensor(builder.create_broadcast(tensor.handle, sizes), block)
+        return language.tensor(builder.create_splat(block, tensor.handle), block)
+
+    semantic.binary_op_type_checking_impl = bring_together
+    semantic.broadcast_impl_value = broadcast_other
+
+
 def _look_up_short_floats() -> None:
-    """Numbers of 8 and 16 bits are converted bit by bit each time, but there are few of them."""
+    """Numbers of 8 and 16 bits are converted bit by bit each time, but there are few of them.
+
+    Those in float32 are converted so, too. But most are zeros, which stand for what is not loaded;
+    or they become bfloat16, which has the first of their bits: the interpreter truncates all but
+    subnormal ones."""
     from triton.runtime import interpreter
 
     convert: Callable[..., Any] = interpreter._convert_float
@@ -202,6 +304,13 @@ def _look_up_short_floats() -> None:
     def look_up(given: Any, of: Any, to: Any, rounding: Any) -> Any:
         num_bits = of.primitive_bitwidth
         if num_bits > 16:
+            words = np.ascontiguousarray(given).view(f"uint{num_bits}")
+            if not words.any():
+                return np.zeros(words.shape, f"uint{to.primitive_bitwidth}")
+            if (of.name, to.name, rounding) == ("fp32", "bf16", None):
+                size = words & 0x7FFFFFFF
+                if not ((size > 0) & (size < 0x00800000)).any():
+                    return (words >> 16).astype(np.uint16)
             return convert(given, of, to, rounding)
         key = of.name, to.name, rounding
         bits = np.dtype(f"uint{num_bits}")

@@ -46,3 +46,39 @@ def test_a_launch_fails_if_a_program_waits_for_what_none_leaves() -> None:
     places = torch.full((3,), EMPTY.value, dtype=torch.int32)
     with pytest.raises(InterpreterError, match="waits for what no program leaves"):
         _wait_for_nobody[(3,)](places)
+
+
+@triton.jit
+def _combine(integers, results):
+    """The second time, all shapes and numbers have been met."""
+    for i in tl.static_range(2):
+        x = tl.load(integers + tl.arange(0, 4))
+        halves = x + 0.5
+        products = halves[:, None] * x[None, :] + (1 - x.to(tl.int64) * 3)[:, None]
+        smaller = tl.where(x[:, None] < x[None, :] - 1, products, 2)
+        tl.store(results + 16 * i + tl.arange(0, 16), tl.reshape(smaller, [16]))
+
+
+def test_operands_of_different_types_and_shapes() -> None:
+    x = torch.tensor([3, -2, 7, 0], dtype=torch.int32)
+    results = torch.empty(2, 4, 4)
+    _combine[(1,)](x, results)
+    products = (x + 0.5)[:, None] * x + (1 - 3 * x.long())[:, None]
+    wanted = torch.where(x[:, None] < x - 1, products, 2)
+    assert torch.equal(results, wanted.expand(2, 4, 4))
+
+
+@triton.jit
+def _convert(numbers, results, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(results + places, tl.load(numbers + places).to(tl.bfloat16))
+
+
+def test_float32_becomes_bfloat16_by_truncation() -> None:
+    bits = torch.randint(-(2**31), 2**31, (1024,), generator=torch.manual_seed(1)).int()
+    bits[:4] = torch.tensor([0, -(2**31), 0x7F800000, 0x00800000])
+    numbers = bits[bits & 0x7F800000 != 0][:512]
+    numbers[:2] = torch.tensor([0, -(2**31)])
+    results = torch.empty(512, dtype=torch.bfloat16)
+    _convert[(1,)](numbers.view(torch.float32), results, SIZE=512)
+    assert torch.equal(results.view(torch.int16), (numbers >> 16).short())
