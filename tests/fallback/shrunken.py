@@ -1,5 +1,5 @@
-"""Configurations of every causal language model of the installed transformers, shrunk to some
-thousand weights."""
+"""Configurations of every causal language model of the installed transformers, and of every model
+that takes text beside other input, shrunk to some thousand weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+def _has_text_part(model_type: str) -> bool:
+    return "text_config" in CONFIG_MAPPING[model_type].sub_configs
+
+
+MODEL_TYPES = sorted(
+    {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *filter(_has_text_part, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
+    }
+)
 VOCAB_SIZE = 320
 NUM_LAYERS = 3
 MAX_POSITIONS = 256
@@ -45,6 +58,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers")
 
 # What one type needs beside that.
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _MLA = {"head_dim": 8, "num_key_value_heads": 4}
 BY_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -69,6 +83,16 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "bamba": {"mamba_n_heads": 8},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 64},
+    **{
+        name: {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}  # of 8 pairs of elements
+        for name in (
+            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text"),
+            *("glm4v_text", "glm_ocr_text", "paddleocr_vl_text"),
+        )
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    },
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -76,8 +100,12 @@ BY_TYPE: dict[str, dict[str, Any]] = {
 
 def shrunken_config(model_type: str, **fields: Any) -> PreTrainedConfig:
     """A configuration of few and small layers, with windows where the type has them."""
+    """`fields`: instead of those that are usual here; of the part for text, if it has one."""
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
+    text = usual.get_text_config()
+    if text is not usual:
+        return kind(**_shrunken_parts(kind, usual, text, fields))
     known = set(usual.to_dict()) | set(usual.attribute_map)
     chosen = {name: value for name, value in FIELDS.items() if name in known}
     chosen |= {name: min(2, VOCAB_SIZE) for name in SPECIAL_TOKENS if name in known}
@@ -88,6 +116,20 @@ def shrunken_config(model_type: str, **fields: Any) -> PreTrainedConfig:
         if isinstance(values, list | tuple) and not is_computed:
             chosen[name] = _few_of_each(list(values))
     return kind(**{**chosen, **BY_TYPE.get(model_type, {}), **fields})
+
+
+def _shrunken_parts(
+    kind: type[PreTrainedConfig], usual: Any, text: Any, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The parts of a model that takes other input than text, too."""
+    parts = {name: getattr(usual, name, None) for name in kind.sub_configs}
+    shrunken = {
+        name: shrunken_config(part.model_type, **(fields if part is text else {})).to_dict()
+        for name, part in parts.items()
+        if part is not None
+    }
+    own = {name: value for name, value in FIELDS.items() if name in usual.to_dict()}
+    return {**own, **shrunken}
 
 
 def _few_of_each(values: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from fallback.shrunken import MODEL_TYPES, VOCAB_SIZE, shrunken_config
 from octavo import LLM, SamplingParams
@@ -49,15 +49,15 @@ def write_reference(model_type: str, directory: Path, **fields: object) -> Refer
     """Write a random model of a type, and read it as transformers does."""
     torch.manual_seed(0)
     config = shrunken_config(model_type, **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    is_whole = config.get_text_config() is config
+    auto_class = AutoModelForCausalLM if is_whole else AutoModelForMultimodalLM
+    model = auto_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.1 * noise)
     model.save_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return Reference(directory, model.eval())
 
 
@@ -119,15 +119,22 @@ def outcome_of(model_type: str) -> Outcome:
         try:
             config = read_model_config(directory, "transformers")
         except ModelError as error:
-            reason = str(error).partition(f"through transformers {transformers.__version__}: ")[2]
-            return Outcome(model_type, None, " ".join((reason or str(error)).split())[:200])
+            return _refused(model_type, error)
         if config.num_parameters() > MAX_PARAMETERS:
             return Outcome(model_type, config.architecture, "no small model could be made")
         reference = write_reference(model_type, directory)
-        tokens = served_tokens(directory)
+        try:
+            tokens = served_tokens(directory)
+        except ModelError as error:
+            return _refused(model_type, error)
         expected = [reference_tokens(reference.model, each) for each in prompts()]
         assert tokens == expected, f"{model_type}: {tokens} instead of {expected}"
     return Outcome(model_type, config.architecture, None)
+
+
+def _refused(model_type: str, error: ModelError) -> Outcome:
+    _, _, reason = str(error).partition(f"through transformers {transformers.__version__}: ")
+    return Outcome(model_type, None, " ".join((reason or str(error)).split())[:200])
 
 
 def sweep(model_types: Sequence[str] = MODEL_TYPES) -> tuple[Tested, list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fallback.shrunken
 import model_zoo
@@ -21,6 +22,7 @@ from fallback.sweep import (
     write_reference,
 )
 from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.errors import ModelError
 from octavo.models.registry import read_model_config
 from octavo.ops import load_backend, token_size_of
 
@@ -94,6 +96,36 @@ def load(model_type: str, **options: object) -> LLM:
 def test_greedy_tokens_equal_transformers(model_type: str) -> None:
     """In chunks, beside each other, and again from the prefix cache."""
     assert served_tokens(reference(model_type).directory) == expected(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_shared", "gemma4_experts"])
+def test_layers_whose_heads_differ_and_layers_that_share_kv(model_type: str) -> None:
+    """What a sequence holds follows from the layers that keep KV, each with its own size."""
+    config = read_model_config(reference(model_type).directory)
+    keeping = [config.layers[i].attention for i in sorted(set(config.kv_sources))]
+    assert len({(each.num_kv_heads, each.head_dim) for each in keeping}) == 2
+    assert len(keeping) == config.num_layers - 2 * (model_type == "gemma4_shared")
+    with load(model_type) as llm:
+        capacity = llm.engine.executor.capacity
+        stored = sum(group.token_size for group in capacity.layout.groups)
+        assert stored == sum(2 * each.num_kv_heads * each.head_dim for each in keeping)
+
+
+def test_the_part_for_text_of_a_model_that_takes_images(tmp_path: Path) -> None:
+    """Towers and what follows them take no memory, and their tensors are not read."""
+    model = write_reference("llava", tmp_path).model
+    config = read_model_config(tmp_path)
+    own = {name for name, _ in model.named_parameters()}
+    of_images = {name for name in own if "vision_tower" in name or "multi_modal" in name}
+    assert of_images
+    used = sum(p.numel() for name, p in model.named_parameters() if name not in of_images)
+    assert config.num_parameters() == used
+    assert served_tokens(tmp_path) == [reference_tokens(model, each) for each in prompts()]
+    # A name of octavo's, and none that merely begins like it.
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"vision_towers.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"vision_towers\.weight"):
+        LLM(tmp_path, num_blocks=120)
 
 
 def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:

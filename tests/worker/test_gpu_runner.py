@@ -809,17 +809,27 @@ def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_groups_may_have_blocks_of_different_lengths() -> None:
-    """One layer with full attention beside nine with windows, and blocks of three times the length:
-    prompts, decodes, and a block that is copied before it is written."""
-    model = FakeModel([None, *[6] * 9], device=DEVICE)
+@pytest.mark.parametrize(
+    ("windows", "heads", "sizes"),
+    [
+        # One layer with full attention beside nine with windows: blocks of three times the length.
+        ([None, *[6] * 9], None, (12, 4, 4, 4)),
+        # Layers with 64 elements of a token, and with 16.
+        ([6, 6, 6, None], [(2, 2, 16)] * 3 + [(4, 1, 8)], (4, 4, 4, 16)),
+    ],
+)
+def test_groups_may_have_blocks_of_different_lengths(
+    windows: list[int | None], heads: list[tuple[int, int, int]] | None, sizes: tuple[int, ...]
+) -> None:
+    """Prompts, decodes, and a block that is copied before it is written."""
+    model = FakeModel(windows, device=DEVICE, heads=heads)
     config = make_config("fake", block_size=4, max_num_seqs=4)
     device, backend = CudaDevice(DEVICE), load_backend("triton")
     parts: tuple[Any, ...] = (config, model.config, model, backend)
     runner = ModelRunner(*parts, (100, 9), device, SingleRank())
     runner.kv_cache.blocks.fill_(torch.nan)
     block_sizes = model.config.kv_layout().block_sizes(4)
-    assert block_sizes == (12, 4, 4, 4)
+    assert block_sizes == sizes
     driver = Driver(runner, block_sizes)
     prompts = [prompt(13, 1), prompt(3, 2)]
     prompts = [[token % VOCAB_SIZE for token in tokens] for tokens in prompts]

@@ -270,7 +270,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
             f"{quantization.where}: quantized weights are read for octavo's own families, not for "
             "models through transformers"
         )
-    dtype = _dtype(config)  # of others transformers' error does not name the field
+    _dtype(config)  # of others transformers' error does not name the field
     reading = import_module(TRANSFORMERS_READER).read(directory, config)
     generation = source.generation()
     # What config.json leaves out has the default of transformers' class.
@@ -282,11 +282,12 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         path=directory,
         architecture=reading.architecture,
         family=reading.model_type,
-        dtype=dtype,
+        dtype=_dtype(config, Fields(config.where, {"dtype": reading.dtype})),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
         **_of_output(config, generation, reading.description.vocab_size),
         parameters=reading.parameters,
+        lookup_parameters=reading.lookup_parameters,
         table_width=reading.table_width,
         projections=reading.projections,
     )

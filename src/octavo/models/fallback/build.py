@@ -14,9 +14,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from octavo.errors import ModelError, shown
 from octavo.models.fallback.paged import ATTENTION, EXPERTS, register
@@ -47,6 +52,7 @@ class Built:
     max_model_len: int
     first_position: int  # of a sequence, by the model's own count
     recording: Recording
+    left_out: tuple[str, ...]  # paths of modules that text alone does not need, such as towers
 
     @property
     def has_tied_embeddings(self) -> bool:
@@ -109,12 +115,13 @@ def build(directory: Path, dtype: torch.dtype, max_model_len: int | None = None)
 
 
 def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
-    _check_kind(config)
-    _check_groups(config)
+    text = config.get_text_config()
+    _check_kind(config, text)
+    _check_groups(text)
     register()
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = _auto_class(config).from_config(
                 config,
                 dtype=dtype,
                 trust_remote_code=False,
@@ -128,10 +135,9 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     except Exception as error:  # whatever its constructor raises for fields that do not fit
         raise Unserved(
             f"it cannot be made from these fields ({type(error).__name__}: {error})"
-            f"{_wrong_numbers(config)}"
+            f"{_wrong_numbers(text)}"
         ) from error
     model.train(False)
-    _check_sizes(model)
     decoders = (each for each in model.children() if isinstance(each, PreTrainedModel))
     base = getattr(model, model.base_model_prefix or "-", next(decoders, None))
     if not isinstance(base, nn.Module) or base is model:
@@ -143,7 +149,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise Unserved(f"{type(base).__name__} takes no position_ids")
     first_position = _first_position(base)
-    own_limit = _own_limit(model.config) - first_position
+    own_limit = _own_limit(text) - first_position
     if own_limit < 1:
         raise Unserved(f"it has no positions from {first_position} (pad_token_id + 1) on")
     paths = {module: path for path, module in model.named_modules()}
@@ -151,9 +157,26 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     try:
         recording = record(model, base, paths, served)
     except ForwardFailed as error:
-        raise Unserved(f"{error}{_wrong_numbers(config)}") from error
-    _check_window(model.config, served, recording)
-    return Built(model, base, paths, own_limit, first_position, recording)
+        raise Unserved(f"{error}{_wrong_numbers(text)}") from error
+    _check_window(text, served, recording)
+    left_out = () if text is config else _leave_out(base, paths, recording.called)
+    _check_sizes(model)
+    return Built(model, base, paths, own_limit, first_position, recording, left_out)
+
+
+def _leave_out(
+    base: nn.Module, paths: dict[nn.Module, str], called: set[nn.Module]
+) -> tuple[str, ...]:
+    """Take out of a decoder what a step of text alone has not called, such as towers for images and
+    the projections of their results. Returns the paths."""
+    found = []
+    for module in [each for each in base.modules() if each in called]:
+        for name, child in module.named_children():
+            is_unused = called.isdisjoint(child.modules())
+            if is_unused and any(child.state_dict()):
+                setattr(module, name, nn.Module())
+                found.append(paths[child])
+    return tuple(found)
 
 
 def _first_position(base: nn.Module) -> int:
@@ -168,21 +191,31 @@ def _first_position(base: nn.Module) -> int:
                 raise Unserved(
                     "it numbers positions from pad_token_id + 1, and pad_token_id is null"
                 )
-            return int(numbered(torch.zeros(1, 1, 1), padding)[0, 0])
+            try:
+                return int(numbered(torch.zeros(1, 1, 1), padding)[0, 0])
+            except TypeError as error:  # other arguments than those of RoBERTa
+                raise Unserved(f"{type(module).__name__} numbers positions itself") from error
     return 0
 
 
-def _check_kind(config: Any) -> None:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+def _auto_class(config: Any) -> Any:
+    """The class of transformers' that makes the model of a configuration: of models that take other
+    input than text, too, the whole one, of which text needs a part."""
+    if config.get_text_config() is config:
+        return AutoModelForCausalLM
+    has_class = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if has_class else AutoModelForCausalLM
+
+
+def _check_kind(config: Any, text: Any) -> None:
+    if type(config) not in _auto_class(config)._model_mapping:
         raise Unserved("it is no causal language model (AutoModelForCausalLM has no class for it)")
-    for name in OTHER_INPUTS:
-        if getattr(config, name, None) is not None:
-            raise Unserved(f"it takes other input than text ({name})")
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or text.is_encoder_decoder:
         raise Unserved("it has an encoder (is_encoder_decoder)")
-    if config.get_text_config() is not config:
-        raise Unserved("it takes other input than text (text_config is only a part of it)")
-    kinds = set(getattr(config, "layer_types", None) or ())
+    for name in OTHER_INPUTS:
+        if text is config and getattr(config, name, None) is not None:
+            raise Unserved(f"it takes other input than text ({name})")
+    kinds = set(getattr(text, "layer_types", None) or ())
     if kinds & STATEFUL:
         raise Unserved(f"{STATE} (layer_types: {', '.join(sorted(kinds & STATEFUL))})")
     if "chunked_attention" in kinds:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,8 +31,9 @@ class TransformersCheckpoint:
 
     targets: WeightTargets
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """`model`: as transformers has made it, on the meta device; `targets` are set later."""
+    def __init__(self, model: PreTrainedModel, left_out: Sequence[str]) -> None:
+        """`model`: as transformers has made it, on the meta device, but for modules at the paths
+        `left_out`, whose tensors are ignored; `targets` are set later."""
         self._model = model
         self._state = model.state_dict()
         self._as_made = _AsMade(self._state)
@@ -44,6 +45,7 @@ class TransformersCheckpoint:
         }
         ignored = model._keys_to_ignore_on_load_unexpected or []
         self._ignored = [re.compile(pattern) for pattern in (*IGNORED, *ignored)]
+        self._left_out = tuple(f"{path}." for path in left_out)
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
         """The tensors by the module's names, several of them put together where it has one."""
@@ -61,8 +63,9 @@ class TransformersCheckpoint:
             yield from conversion.results(self._as_made, self._model.config)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor is no weight."""
-        return any(pattern.search(name) for pattern in self._ignored)
+        """Whether a tensor is no weight, or one that text does not need."""
+        is_unused = name.startswith(self._left_out)
+        return is_unused or any(pattern.search(name) for pattern in self._ignored)
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         prefix, state = self._model.base_model_prefix, self._state

@@ -21,6 +21,7 @@ class TransformersConfig(ModelConfig):
 
     model_class: str = "octavo.models.fallback.model:TransformersLM"
     parameters: int  # of the whole model; tied ones count once
+    lookup_parameters: int  # of these, tables of embeddings that are not those of logits, too
     table_width: int  # float32 numbers that tables of rotary embeddings hold for each position
     projections: tuple[tuple[LinearConfig, ...], ...]  # of each layer, by its number in the paths
     num_copied_layers: int = 0  # the first ones, whose projections have copies
@@ -50,6 +51,10 @@ class TransformersConfig(ModelConfig):
     def num_parameters(self) -> int:
         """See ModelDescription.num_parameters."""
         return self.parameters
+
+    def num_lookup_parameters(self) -> int:
+        """See ModelDescription.num_lookup_parameters."""
+        return self.lookup_parameters
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """See ModelDescription.weight_bytes."""

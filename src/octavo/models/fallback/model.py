@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -56,7 +57,7 @@ class TransformersLM(CausalLM):
                 f"({recording.data_dependent})"
             )
         parameters = built.model.state_dict(keep_vars=True)
-        checkpoint = TransformersCheckpoint(built.model)
+        checkpoint = TransformersCheckpoint(built.model, built.left_out)
         with torch.device("cpu"):
             try:
                 _fill_buffers(built.model)
@@ -139,10 +140,19 @@ class TransformersLM(CausalLM):
         ids = torch.tensor([[first, others[0], second], [others[1], second, first]], device=device)
         positions = torch.tensor([[0, 1, 1], [0, 1, 0]], device=device)
         backend = cast(AttentionBackend, _NoAttention())
-        with torch.inference_mode():
-            one, two = (
-                self.forward(*each, backend).float() for each in zip(ids, positions, strict=True)
-            )
+        try:
+            with torch.inference_mode():
+                one, two = (
+                    self.forward(*each, backend).float()
+                    for each in zip(ids, positions, strict=True)
+                )
+                self.logits(one.to(self._dtype))
+        except Exception as error:  # whatever modules raise
+            raise ModelError(
+                f"{self._config.path}: octavo cannot serve {self._config.architecture} through "
+                f"transformers {transformers.__version__}: a step fails "
+                f"({type(error).__name__}: {error})"
+            ) from error
         same = torch.stack([one[0] - two[2], one[2] - two[1]])
         limit = SAME_STATES[self._dtype] * float(one.abs().max())
         if not float(same.abs().max()) <= limit and bool(one.isfinite().all()):

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from octavo.json_fields import Fields
 from octavo.layers.config import AttentionConfig, LinearConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
-from octavo.models.fallback.build import Built, build, is_known
+from octavo.models.fallback.build import Built, build, is_known, output_embeddings
 from octavo.models.fallback.recording import AttentionCall
 from octavo.models.fallback.replacing import layer_number, linear_config, merged_linears
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What TransformersConfig has beside what is in the files of every model."""
+    """What TransformersConfig has beside what is in the files of every model; token ids and the
+    dtype of weights as transformers knows them, where config.json does not say them."""
 
     description: ModelDescription
     model_type: str
     architecture: str
     parameters: int
+    lookup_parameters: int
     table_width: int
     projections: tuple[tuple[LinearConfig, ...], ...]
     bos_token_id: object
     eos_token_id: object
+    dtype: object
 
 
 def read(directory: Path, config: Fields) -> Reading:
@@ -73,11 +78,34 @@ def read(directory: Path, config: Fields) -> Reading:
         model_type=model_type,
         architecture=architecture,
         parameters=sum(each.numel() for each in own.values()),
+        lookup_parameters=_lookup_parameters(built),
         table_width=3 * built.recording.table_width,
         projections=_projections(built),
-        bos_token_id=getattr(hf_config, "bos_token_id", None),
-        eos_token_id=getattr(hf_config, "eos_token_id", None),
+        bos_token_id=_of_either(hf_config, "bos_token_id"),
+        eos_token_id=_of_either(hf_config, "eos_token_id"),
+        dtype=_dtype_name(_of_either(hf_config, "dtype")),
     )
+
+
+def _of_either(hf_config: Any, name: str) -> object:
+    """A field of a configuration or, where that has none, of its part for text."""
+    own = getattr(hf_config, name, None)
+    return getattr(hf_config.get_text_config(), name, None) if own is None else own
+
+
+def _dtype_name(dtype: object) -> object:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def _lookup_parameters(built: Built) -> int:
+    """Parameters of tables of which a step reads the rows of its tokens alone."""
+    head = output_embeddings(built.model)
+    tables = {
+        each.weight
+        for each in built.model.modules()
+        if isinstance(each, nn.Embedding) and (head is None or each.weight is not head.weight)
+    }
+    return sum(each.numel() for each in tables)
 
 
 def _projections(built: Built) -> tuple[tuple[LinearConfig, ...], ...]:

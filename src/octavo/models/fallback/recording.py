@@ -101,6 +101,7 @@ class Recording:
     rotaries: dict[nn.Module, set[tuple[Any, ...]]] = field(default_factory=dict)
     data_dependent: str | None = None
     """An operation whose result has a size, or decides something, by what tensors hold."""
+    called: set[nn.Module] = field(default_factory=set)
     width: int = 0
     """Elements that a token has in the results of all projections between two attention calls, at
     most."""
@@ -183,6 +184,7 @@ class _Recorder:
             for config in configs.values():
                 config._attn_implementation = RECORDING
             for module in model.modules():
+                hooks.append(module.register_forward_pre_hook(self._note))
                 if type(module) is nn.Linear:
                     module.forward = partial(self._project, module)  # type: ignore[method-assign]
                     changed.append(module)
@@ -211,6 +213,9 @@ class _Recorder:
                 config._attn_implementation = ATTENTION
             del AttentionInterface._global_mapping[RECORDING]
             del AttentionMaskInterface._global_mapping[RECORDING]
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        self.found.called.add(module)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept.append(tensor)
@@ -360,7 +365,7 @@ class _Recorder:
         calls = self.found.calls
         if not calls:
             raise Unserved(NO_INTERFACE)
-        for module in model.modules():
+        for module in self.found.called:
             if isinstance(module, nn.Conv1d):
                 raise Unserved(f"{self._paths[module]} is a convolution over tokens")
         checked: list[str] = []  # outer lists alone: a layer may hold lists of its own
