@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
@@ -68,6 +69,17 @@ def test_of_a_llama_nothing_is_left_but_the_additions(tmp_path: Path) -> None:
     assert (found["FeedForward"], found["MergedProjections"], found["RowNorm"]) == (3, 3, 7)
     assert found["Linear"] == found["LlamaRMSNorm"] == found["LlamaRotaryEmbedding"] == 0
     assert rotated_by_backend(model) == [True] * 3
+
+
+def test_queries_and_keys_that_are_rotated_one_by_one(tmp_path: Path) -> None:
+    """Also in layers that have other layers' keys: these come to them as to the layer that made
+    them."""
+    kinds_of_layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    fields = {"num_hidden_layers": 6, "layer_types": kinds_of_layers, "num_kv_shared_layers": 2}
+    model = load(tmp_path, "gemma4_text", **fields)
+    assert rotated_by_backend(model) == [True] * 6
+    found = kinds(model)
+    assert (found["FeedForward"], found["MergedProjections"], found["Gemma4RMSNorm"]) == (6, 4, 0)
 
 
 def with_rotated_values(
@@ -219,12 +231,14 @@ class FixedKernel:
         (LlamaRMSNorm(32, eps=1e-5), NormConfig("rms", 32, 1e-5)),
         (Gemma2RMSNorm(32, eps=1e-6), NormConfig("rms", 32, 1e-6, offset=1.0)),
         (nn.LayerNorm(32, eps=1e-5), NormConfig("layer", 32, 1e-5, bias=True)),
+        (Gemma4RMSNorm(32, eps=1e-6), NormConfig("rms", 32, 1e-6)),
+        (Gemma4RMSNorm(32, 1e-6, with_scale=False), NormConfig("rms", 32, 1e-6, affine=False)),
         (nn.LayerNorm(32, eps=1e-6, bias=False), NormConfig("layer", 32, 1e-6, bias=False)),
     ],
 )
 def test_norms_are_known_by_what_they_compute(norm: nn.Module, expected: NormConfig) -> None:
     assert is_norm(norm)
-    assert replacing._as_norm(norm) == expected
+    assert replacing._as_norm(norm, 32) == expected
 
 
 class OddNorm(LlamaRMSNorm):
@@ -235,7 +249,7 @@ class OddNorm(LlamaRMSNorm):
 
 
 def test_a_norm_that_computes_something_else_stays() -> None:
-    assert replacing._as_norm(OddNorm(32)) is None
+    assert replacing._as_norm(OddNorm(32), 32) is None
 
 
 class Block(nn.Module):

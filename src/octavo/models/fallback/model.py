@@ -72,11 +72,8 @@ class TransformersLM(CausalLM):
             }
             for rotary in rotaries.values():
                 rotary.to_device(device)
-            sources = {call.kv_source for call in recording.calls}
             self.attention_layers = [
-                self._attention_layer(
-                    number, call, rotaries, number in sources or call.kv_source is not None
-                )
+                self._attention_layer(number, call, rotaries)
                 for number, call in enumerate(recording.calls)
             ]
         for module, rotary in rotaries.items():
@@ -91,19 +88,19 @@ class TransformersLM(CausalLM):
         self._take(built)
 
     def _attention_layer(
-        self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary], is_shared: bool
+        self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary]
     ) -> LayerSpec:
-        """is_shared: another call has the same keys, and must get them as this one does."""
         described = self._config.layers[number].attention
         size, module = described.head_dim, call.module
         layer = PagedLayer(number, self._step, size, call.value_dim, self._dtype)
         setattr(module, PAGED_LAYER, layer)
-        if call.rotated is not None and call.head_dim == size and not is_shared:
+        if call.rotated is not None and call.head_dim == size:
             kind, rotary = call.rotated.rotary.kind, rotaries[call.rotated.rotary.module]
             form = form_of(call.rotated, rotary, size)
             if form is not None:
                 layer.rotary = rotary.halves(kind, form)
-                module.forward = with_rotation(module, _not_rotated)
+                leave = _not_rotated if call.rotated.is_of_both else _not_rotated_alone
+                module.forward = with_rotation(module, leave)
         sinks: Sinks | None = None if call.sinks is None else ModuleSinks(module, call.sinks)
         return LayerSpec(
             layer_id=number,
@@ -245,6 +242,11 @@ class ModuleSinks:
 def _not_rotated(query: Tensor, key: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Stands in for the function that rotates heads, which the attention backend does."""
     return query, key
+
+
+def _not_rotated_alone(x: Tensor, *others: Any, **named: Any) -> Tensor:
+    """The same for a function that rotates queries or keys."""
+    return x
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

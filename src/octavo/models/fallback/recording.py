@@ -83,11 +83,12 @@ class RotaryCall(NamedTuple):
 
 
 class RotationCall(NamedTuple):
-    """A call of the function that rotates queries and keys."""
+    """A call of the function that rotates queries and keys, or one call for either."""
 
     function: Callable[..., Any]
     rotary: RotaryCall
     arguments: dict[str, Any]
+    is_of_both: bool  # whether it takes both, and not one of them
 
 
 @dataclass
@@ -96,8 +97,9 @@ class Recording:
 
     calls: list[AttentionCall] = field(default_factory=list)
     linears: dict[nn.Linear, list[Tensor]] = field(default_factory=dict)  # with their inputs
-    norms: dict[nn.Module, torch.dtype | None] = field(default_factory=dict)
-    """With their inputs' dtype; None: it differs, or an input is given by name or is not alone."""
+    norms: dict[nn.Module, tuple[torch.dtype, int] | None] = field(default_factory=dict)
+    """With their inputs' dtype and size; None: these differ, or an input is given by name or is not
+    alone."""
     rotaries: dict[nn.Module, set[tuple[Any, ...]]] = field(default_factory=dict)
     data_dependent: str | None = None
     """An operation whose result has a size, or decides something, by what tensors hold."""
@@ -145,7 +147,7 @@ def record(
                 f"its forward pass fails on tensors without data ({type(error).__name__}: {error})"
             ) from error
     recorder.check(model)
-    recorder.leave_several_rotations()
+    recorder.leave_rotations()
     if hidden.dim() != 3 or hidden.shape[:2] != (1, NUM_TOKENS):
         raise Unserved(f"its decoder returns hidden states of shape {list(hidden.shape)}")
     recorder.found.hidden_size = hidden.shape[2]
@@ -160,6 +162,7 @@ class _Recorder:
         self._masks: dict[int, Window] = {}
         self._tables: dict[int, RotaryCall] = {}  # by the cosine that it returned
         self._rotations: dict[int, tuple[int, RotationCall]] = {}  # by query: key, call
+        self._rotated: dict[int, RotationCall] = {}  # by what is rotated by itself
         self._sources: dict[tuple[int, int], int] = {}  # by key and value: the first call
         self._num_rotations: Counter[nn.Module] = Counter()
         self._kept: list[Tensor] = []  # so that no other tensor gets the same id
@@ -234,8 +237,8 @@ class _Recorder:
 
     def _normalise(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         norms = self.found.norms
-        dtype = inputs[0].dtype if len(inputs) == 1 and not named else None
-        norms[norm] = dtype if norms.get(norm, dtype) == dtype else None
+        kind = (inputs[0].dtype, inputs[0].shape[-1]) if len(inputs) == 1 and not named else None
+        norms[norm] = kind if norms.get(norm, kind) == kind else None
 
     def _make_table(
         self,
@@ -263,6 +266,12 @@ class _Recorder:
     ) -> Any:
         self._num_rotations[module] += 1
         results = function(*inputs, **named)
+        if isinstance(results, Tensor):
+            of_cos, of_sin = (self._tables.get(id(_whole(each))) for each in inputs[1:3])
+            if len(inputs) == 3 and of_cos is not None and of_cos == of_sin:
+                call = RotationCall(function, of_cos, named, is_of_both=False)
+                self._rotated[id(self._keep(results))] = call
+            return results
         tables = [self._tables.get(id(_whole(each))) for each in inputs[2:]]
         if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
             query, key = results
@@ -271,7 +280,7 @@ class _Recorder:
                     f"rotation makes {query.shape[-1]} elements of the {inputs[0].shape[-1]} that "
                     "a head has: it needs an even head_dim"
                 )
-            call = RotationCall(function, tables[0], named)
+            call = RotationCall(function, tables[0], named, is_of_both=True)
             self._rotations[id(self._keep(query))] = (id(self._keep(key)), call)
         return results
 
@@ -301,7 +310,7 @@ class _Recorder:
             )
         if num_heads % num_kv_heads:
             raise Unserved(f"{path} has {num_heads} query heads for {num_kv_heads} KV heads")
-        key_id, rotation = self._rotations.get(id(query), (None, None))
+        rotation = self._rotation_of(query, key)
         scale = arguments.get("scaling")
         number = len(self.found.calls)
         source = self._sources.setdefault((id(self._keep(key)), id(self._keep(value))), number)
@@ -317,7 +326,7 @@ class _Recorder:
                 window=self._window(module, path, attention_mask, arguments),
                 softcap=_softcap(path, arguments.get("softcap")),
                 sinks=_sinks(module, path, arguments.get("s_aux")),
-                rotated=rotation if key_id == id(key) else None,
+                rotated=rotation,
                 kv_source=None if source == number else source,
             )
         )
@@ -349,13 +358,29 @@ class _Recorder:
             )
         return seen.size
 
-    def leave_several_rotations(self) -> None:
-        """Forget the rotations of modules that rotate more than once: the function by which they do
-        cannot be replaced for queries and keys alone."""
-        self.found.calls = [
-            call if self._num_rotations[call.module] == 1 else replace(call, rotated=None)
-            for call in self.found.calls
-        ]
+    def _rotation_of(self, query: Tensor, key: Tensor) -> RotationCall | None:
+        """What queries and keys are the results of."""
+        key_id, rotation = self._rotations.get(id(query), (None, None))
+        if rotation is not None:
+            return rotation if key_id == id(key) else None
+        of_query, of_key = (self._rotated.get(id(_untransposed(each))) for each in (query, key))
+        return of_query if of_query == of_key else None
+
+    def leave_rotations(self) -> None:
+        """Forget the rotations of modules that rotate anything else: the function by which they do
+        cannot be replaced for queries and keys alone; and of those that share keys, unless all of
+        them rotate in the same way."""
+        calls = self.found.calls
+        for number, call in enumerate(calls):
+            has_both = call.rotated is not None and call.rotated.is_of_both
+            expected = 1 if has_both or call.kv_source is not None else 2
+            if self._num_rotations[call.module] != expected:
+                calls[number] = replace(call, rotated=None)
+        for source in {call.kv_source for call in calls if call.kv_source is not None}:
+            sharing = [i for i, call in enumerate(calls) if source in (i, call.kv_source)]
+            if any(calls[i].rotated != calls[source].rotated for i in sharing):
+                for i in sharing:
+                    calls[i] = replace(calls[i], rotated=None)
 
     # ---------------------------------------------------------------- checks
 
@@ -397,6 +422,15 @@ def _whole(tensor: Tensor) -> Tensor:
     return base
 
 
+def _untransposed(heads: Tensor) -> Tensor:
+    """What heads are that a module has transposed after it rotated them; else themselves."""
+    base = heads._base
+    if base is None or base.dim() != 4:
+        return heads
+    seen = base.transpose(1, 2)
+    return base if (seen.shape, seen.stride()) == (heads.shape, heads.stride()) else heads
+
+
 def _mixer(layer: nn.Module) -> str:
     """The class of a layer's first block, for messages."""
     return type(next(iter(layer.children()), layer)).__name__
@@ -434,10 +468,12 @@ class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module may be a norm: it owns a scale, perhaps a shift, and nothing else."""
+    """Whether a module may be a norm: it owns a scale, perhaps a shift, and nothing else; or it
+    owns nothing, and is called a norm."""
     names = {name for name, value in module._parameters.items() if value is not None}
+    is_bare = not names and type(module).__name__.endswith("Norm")
     return (
-        names in ({"weight"}, {"weight", "bias"})
+        (is_bare or names in ({"weight"}, {"weight", "bias"}))
         and not module._modules
         and not module._buffers
         and all(each is None or each.dim() == 1 for each in module._parameters.values())

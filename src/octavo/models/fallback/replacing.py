@@ -390,19 +390,21 @@ def _inner_of(
 
 
 def _replace_norms(built: Built, dtype: torch.dtype, owners: Owners) -> None:
-    for norm, input_dtype in built.recording.norms.items():
-        weight = norm.weight
-        assert isinstance(weight, Tensor), "is_norm has checked it"
-        config = _as_norm(norm) if input_dtype == weight.dtype == dtype else None
+    for norm, of_inputs in built.recording.norms.items():
+        dtypes = {each.dtype for each in norm.parameters(recurse=False)}
+        if of_inputs is None or of_inputs[0] != dtype or not dtypes <= {dtype}:
+            continue
+        config = _as_norm(norm, of_inputs[1])
         if config is not None:
             path = built.paths[norm]
             layer = RowNorm(config)
-            owners.append((layer.norm, (path,)))
+            if config.affine:
+                owners.append((layer.norm, (path,)))
             _put(built.model, path, layer)
 
 
-def _as_norm(norm: nn.Module) -> NormConfig | None:
-    """The norm as octavo describes it, if it is one of those."""
+def _as_norm(norm: nn.Module, size: int) -> NormConfig | None:
+    """The norm of `size` elements as octavo describes it, if it is one of those."""
     probe, random = _copied(norm), _Random()
     with torch.device("cpu"):
         own = {
@@ -410,13 +412,11 @@ def _as_norm(norm: nn.Module) -> NormConfig | None:
             for name, each in norm._parameters.items()
         }
         probe._parameters = dict(own)
-        weight, bias = own["weight"], own.get("bias")
-        assert weight is not None
-        size = len(weight)
+        weight, bias = own.get("weight"), own.get("bias")
         rows = [random(1, PROBED_ROWS, size), SMALL * random(1, PROBED_ROWS, size)]
         results = [_called(probe, each) for each in rows]
-    for config in _candidates(norm, size, bias is not None):
-        scale = weight + config.offset
+    for config in _candidates(norm, size, weight is not None, bias is not None):
+        scale = None if weight is None else weight + config.offset
         if config.kind == "rms":
             expected = [F.rms_norm(x, (size,), scale, config.eps) for x in rows]
         else:
@@ -432,9 +432,14 @@ def _equal(expected: Tensor, result: object) -> bool:
     return is_like and torch.allclose(expected, cast(Tensor, result), 1e-4, 1e-6)
 
 
-def _candidates(norm: nn.Module, size: int, has_bias: bool) -> Iterator[NormConfig]:
+def _candidates(
+    norm: nn.Module, size: int, is_affine: bool, has_bias: bool
+) -> Iterator[NormConfig]:
     epsilons = {float(v) for v in vars(norm).values() if isinstance(v, float) and 0 < v < 0.01}
     for eps in sorted(epsilons):
+        if not is_affine:
+            yield from (NormConfig(kind, size, eps, affine=False) for kind in ("rms", "layer"))
+            continue
         layer = NormConfig("layer", size, eps, bias=has_bias)
         yield from (layer, replace(layer, offset=1.0))
         if not has_bias:
@@ -456,7 +461,7 @@ def form_of(call: RotationCall, rotary: Rotary, head_dim: int) -> RotationForm |
     random = _Random()
     query, key = random(1, 2, num, head_dim), random(1, 1, num, head_dim)
     try:
-        results = call.function(query, key, cos.unsqueeze(0), sin.unsqueeze(0), **call.arguments)
+        results = _rotated(call, query, key, cos.unsqueeze(0), sin.unsqueeze(0))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None  # of a form that it does not take on a CPU
     positions = torch.arange(num)
@@ -466,6 +471,21 @@ def form_of(call: RotationCall, rotary: Rotary, head_dim: int) -> RotationForm |
         if all(_rotates_as(table, x, y, positions) for x, y in pairs):
             return form
     return None
+
+
+def _rotated(
+    call: RotationCall, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the model's own function makes of queries and keys [1, heads, positions, elements]; one
+    that takes either by itself takes them with the positions first."""
+    if call.is_of_both:
+        results: tuple[Tensor, Tensor] = call.function(query, key, cos, sin, **call.arguments)
+        return results
+    of_query, of_key = (
+        call.function(each.transpose(1, 2), cos, sin, **call.arguments).transpose(1, 2)
+        for each in (query, key)
+    )
+    return of_query, of_key
 
 
 def _rotates_as(table: RotaryTable, x: Tensor, result: Tensor, positions: Tensor) -> bool:
