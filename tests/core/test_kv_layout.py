@@ -45,7 +45,7 @@ def groups_of(layout: KVLayout) -> list[tuple[KVSpec, int]]:
         (8, 24, 4096, 4, 1.01),  # OLMo 3 7B, Command R7B
         (16, 48, 4096, 4, 1.01),  # OLMo 3 32B, EXAONE 4 32B
         (9, 27, 32_768, 4, 1.01),  # Ministral 8B
-        (9, 39, 128, 6, 1.05),  # MiMo-V2-Flash
+        (9, 39, 128, 6, 1.05),
     ],
 )
 def test_little_of_the_blocks_of_real_models_is_padding(
