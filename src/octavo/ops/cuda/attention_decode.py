@@ -245,7 +245,10 @@ def decode_config(
         return DecodeConfig(4096 // padded, 2, num_stages=4, num_programs=_SMS * 4, fetched=32)
     if has_room and num_pairs <= _SMS // 2:  # takes 138 KB; also where some SMs have no program
         return DecodeConfig(max(16, 16384 // padded), 4, 3, num_programs=_SMS, fetched=64)
-    if padded > 256 or group > 16:  # too much for the registers of one warp
+    if padded > 256 and group <= 16:
+        tile, stages = max(16, 8192 // padded), 3 if has_room else 2
+        return DecodeConfig(tile, 4, stages, num_programs=_SMS * 2)
+    if group > 16:  # too much for the registers of one warp
         return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
     if padded <= 128 and group == 1 and num_pairs >= 512:
         return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MAX_PROGRAMS)
