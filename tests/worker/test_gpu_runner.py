@@ -816,6 +816,8 @@ def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:
         ([None, *[6] * 9], None, (12, 4, 4, 4)),
         # Layers with 64 elements of a token, and with 16.
         ([6, 6, 6, None], [(2, 2, 16)] * 3 + [(4, 1, 8)], (4, 4, 4, 16)),
+        # Layers with as many elements of a token in other heads: one of 16, or two of 8.
+        ([6, 6, None, None], [(2, 1, 16)] * 2 + [(4, 2, 8)] * 2, (4, 4)),
     ],
 )
 def test_groups_may_have_blocks_of_different_lengths(

@@ -171,7 +171,7 @@ class ModelRunner:
             _block_shape(layout, layers, block_size, backend_class),
             cached_dtype(layers, dtype),
             device,
-            copies_whole_blocks=not _is_uniform(layout),
+            copies_whole_blocks=not _is_uniform(layout, layers),
         )
         self._backend = make_backend(
             backend_class, layers, layer_places, self.kv_cache.blocks, block_size, dtype
@@ -698,9 +698,11 @@ def _some_up_to(most: int) -> list[int]:
     return sorted((sizes | {most}) - {0})
 
 
-def _is_uniform(layout: KVLayout) -> bool:
-    """Whether all blocks hold equally many tokens of layers of one size."""
-    return len(layout.layer_sizes) == 1 and len(set(layout.block_sizes(1))) == 1
+def _is_uniform(layout: KVLayout, layers: Sequence[LayerSpec]) -> bool:
+    """Whether all blocks hold equally many tokens of layers of one shape, which may differ where
+    sizes do not: two heads of 256 elements are as many as one of 512."""
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
+    return len(shapes) == 1 and len(set(layout.block_sizes(1))) == 1
 
 
 def _block_shape(
@@ -708,7 +710,7 @@ def _block_shape(
 ) -> tuple[int, ...]:
     """Of one block: as many layers as it has room for, each as the backend has them; or, where
     layers or their blocks differ, as many elements for each token as the largest group needs."""
-    if not _is_uniform(layout):
+    if not _is_uniform(layout, layers):
         return (block_size, layout.token_size)
     shape = kind.kv_block_shape(block_size, layers[0].num_kv_heads, layers[0].head_dim)
     return (layout.token_size * block_size // math.prod(shape), *shape)

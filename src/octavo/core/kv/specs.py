@@ -185,11 +185,6 @@ class KVLayout:
         """A block has so many elements for each of `block_size` tokens."""
         return max(group.token_size * group.span for group in self.groups)
 
-    @property
-    def layer_sizes(self) -> frozenset[int]:
-        """The sizes that layers have."""
-        return frozenset(group.layer_size for group in self.groups)
-
     def block_sizes(self, block_size: int) -> tuple[int, ...]:
         """Tokens per block, by group."""
         return tuple(block_size * group.span for group in self.groups)
