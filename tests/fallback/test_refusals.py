@@ -99,6 +99,19 @@ def test_a_class_is_known_by_the_name_that_its_authors_gave_it(tmp_path: Path) -
             read_model_config(tmp_path)
 
 
+def test_a_part_for_text_may_say_alone_what_weights_are(tmp_path: Path) -> None:
+    fields = shrunken_config("llava").to_dict()
+    del fields["dtype"]
+    for dtype, expected in (("bfloat16", "bfloat16"), (None, "float32")):
+        fields["text_config"]["dtype"] = dtype
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert read_model_config(tmp_path).dtype == expected
+    fields["text_config"]["dtype"] = "int3"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="dtype is 'int3'; octavo serves"):
+        read_model_config(tmp_path)
+
+
 def test_other_input_than_text_without_a_part_for_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "git", "vision_config": {}}))
     with pytest.raises(ModelError, match=r"other input than text \(vision_config\)"):

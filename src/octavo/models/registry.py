@@ -270,7 +270,9 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
             f"{quantization.where}: quantized weights are read for octavo's own families, not for "
             "models through transformers"
         )
-    _dtype(config)  # of others transformers' error does not name the field
+    text = config.get("text_config", None)  # of a model that takes other input than text, too
+    parts = (config, Fields(config.where, text)) if isinstance(text, dict) else (config,)
+    dtype = _dtype(*parts)  # of others transformers' error does not name the field
     reading = import_module(TRANSFORMERS_READER).read(directory, config)
     generation = source.generation()
     # What config.json leaves out has the default of transformers' class.
@@ -282,7 +284,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         path=directory,
         architecture=reading.architecture,
         family=reading.model_type,
-        dtype=_dtype(config, Fields(config.where, {"dtype": reading.dtype})),
+        dtype=dtype,
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
         **_of_output(config, generation, reading.description.vocab_size),

@@ -138,6 +138,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
             f"{_wrong_numbers(text)}"
         ) from error
     model.train(False)
+    _check_sizes(model)
     decoders = (each for each in model.children() if isinstance(each, PreTrainedModel))
     base = getattr(model, model.base_model_prefix or "-", next(decoders, None))
     if not isinstance(base, nn.Module) or base is model:
@@ -160,7 +161,6 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
         raise Unserved(f"{error}{_wrong_numbers(text)}") from error
     _check_window(text, served, recording)
     left_out = () if text is config else _leave_out(base, paths, recording.called)
-    _check_sizes(model)
     return Built(model, base, paths, own_limit, first_position, recording, left_out)
 
 

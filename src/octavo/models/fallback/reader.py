@@ -20,8 +20,8 @@ from octavo.models.fallback.replacing import layer_number, linear_config, merged
 
 @dataclass(frozen=True)
 class Reading:
-    """What TransformersConfig has beside what is in the files of every model; token ids and the
-    dtype of weights as transformers knows them, where config.json does not say them."""
+    """What TransformersConfig has beside what is in the files of every model; token ids as
+    transformers knows them, where config.json does not say them."""
 
     description: ModelDescription
     model_type: str
@@ -32,7 +32,6 @@ class Reading:
     projections: tuple[tuple[LinearConfig, ...], ...]
     bos_token_id: object
     eos_token_id: object
-    dtype: object
 
 
 def read(directory: Path, config: Fields) -> Reading:
@@ -83,7 +82,6 @@ def read(directory: Path, config: Fields) -> Reading:
         projections=_projections(built),
         bos_token_id=_of_either(hf_config, "bos_token_id"),
         eos_token_id=_of_either(hf_config, "eos_token_id"),
-        dtype=_dtype_name(_of_either(hf_config, "dtype")),
     )
 
 
@@ -91,10 +89,6 @@ def _of_either(hf_config: Any, name: str) -> object:
     """A field of a configuration or, where that has none, of its part for text."""
     own = getattr(hf_config, name, None)
     return getattr(hf_config.get_text_config(), name, None) if own is None else own
-
-
-def _dtype_name(dtype: object) -> object:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _lookup_parameters(built: Built) -> int:
