@@ -122,7 +122,11 @@ def outcome_of(model_type: str) -> Outcome:
             return _refused(model_type, error)
         if config.num_parameters() > MAX_PARAMETERS:
             return Outcome(model_type, config.architecture, "no small model could be made")
-        reference = write_reference(model_type, directory)
+        try:
+            reference = write_reference(model_type, directory)
+        except ImportError as error:
+            reason = " ".join(str(error).split())
+            return Outcome(model_type, None, f"no small model could be made: {reason[:150]}")
         try:
             tokens = served_tokens(directory)
         except ModelError as error:

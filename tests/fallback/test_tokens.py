@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import fallback.shrunken
 import model_zoo
+from fallback.shrunken import shrunken_config
 from fallback.sweep import (
     GREEDY,
     NUM_TOKENS,
@@ -23,6 +24,7 @@ from fallback.sweep import (
 )
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import ModelError
+from octavo.models.fallback.build import build
 from octavo.models.registry import read_model_config
 from octavo.ops import load_backend, token_size_of
 
@@ -126,6 +128,25 @@ def test_the_part_for_text_of_a_model_that_takes_images(tmp_path: Path) -> None:
     save_file(tensors | {"vision_towers.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"vision_towers\.weight"):
         LLM(tmp_path, num_blocks=120)
+
+
+def test_a_tower_whose_library_is_missing(tmp_path: Path) -> None:
+    """Of Gemma 3n, whose tower is timm's, the part for text computes as it does alone."""
+    own = reference("gemma3n_shared").directory
+    whole = shrunken_config("gemma3n", **VARIANTS["gemma3n_shared"][1])
+    whole.architectures = ["Gemma3nForConditionalGeneration"]
+    whole.save_pretrained(tmp_path)
+    tensors = load_file(own / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    for name, tensor in build(tmp_path, torch.float32).model.state_dict().items():
+        if "language_model" not in name and name != "lm_head.weight":
+            renamed[name] = torch.randn(tensor.shape)
+    renamed["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.ones(2)
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert served_tokens(tmp_path) == expected("gemma3n_shared")
 
 
 def test_dynamic_scaling_of_a_rotary_embedding(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PreTrainedModel,
@@ -120,7 +121,7 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     _check_groups(text)
     register()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _missing_libraries():
             model: PreTrainedModel = _auto_class(config).from_config(
                 config,
                 dtype=dtype,
@@ -164,6 +165,31 @@ def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
     return Built(model, base, paths, own_limit, first_position, recording, left_out)
 
 
+class _Absent(nn.Module):
+    """Stands for a part of a model that takes a library which is not installed."""
+
+
+@contextmanager
+def _missing_libraries() -> Iterator[None]:
+    """Make the rest of a model where a tower, such as one of timm's, takes a library that is not
+    installed: text may not need it."""
+    changed: Any = AutoModel
+    own, make = vars(AutoModel)["from_config"], changed.from_config
+
+    def make_or_leave(config: Any, **options: Any) -> nn.Module:
+        try:
+            made: nn.Module = make(config, **options)
+        except ImportError:
+            return _Absent()
+        return made
+
+    changed.from_config = make_or_leave
+    try:
+        yield
+    finally:
+        changed.from_config = own
+
+
 def _leave_out(
     base: nn.Module, paths: dict[nn.Module, str], called: set[nn.Module]
 ) -> tuple[str, ...]:
@@ -173,7 +199,7 @@ def _leave_out(
     for module in [each for each in base.modules() if each in called]:
         for name, child in module.named_children():
             is_unused = called.isdisjoint(child.modules())
-            if is_unused and any(child.state_dict()):
+            if is_unused and (isinstance(child, _Absent) or any(child.state_dict())):
                 setattr(module, name, nn.Module())
                 found.append(paths[child])
     return tuple(found)
