@@ -105,6 +105,31 @@ def test_attention_that_rotates_more_than_queries_and_keys_rotates_itself(
     assert rotated_by_backend(load(tmp_path, "llama", num_hidden_layers=3)) == [False] * 3
 
 
+def with_odd_calls(
+    self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **named: Any
+) -> tuple[Tensor, None]:
+    """LlamaAttention.forward, with other arguments of the rotation: a number, or tables by name."""
+    query, key, value = (
+        linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        for linear in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    cos, sin = position_embeddings
+    if self.layer_idx:
+        query, key = apply_rotary_pos_emb(query, key, cos, sin, 1)
+    else:
+        query, key = apply_rotary_pos_emb(query, key, cos=cos, sin=sin)
+    attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **named)
+    return self.o_proj(output.flatten(2)), None
+
+
+def test_rotations_with_other_arguments_stay_the_model_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaAttention, "forward", with_odd_calls)
+    assert rotated_by_backend(load(tmp_path, "llama", num_hidden_layers=3)) == [False] * 3
+
+
 def test_norms_with_an_input_that_is_given_by_name_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

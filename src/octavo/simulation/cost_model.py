@@ -21,7 +21,7 @@ from itertools import chain
 from octavo.config import DTYPE_BYTES
 from octavo.errors import ConfigError
 from octavo.layers.config import ExpertsConfig
-from octavo.models.config import ModelConfig, dense_token_size, map_distinct
+from octavo.models.config import ModelConfig, map_distinct
 from octavo.parallel import Shard
 from octavo.simulation.gpus import GPU
 from octavo.simulation.step_shape import StepShape
@@ -149,10 +149,6 @@ class ModelSize:
         dtype_bytes = DTYPE_BYTES[dtype]
         embeddings = model.head.num_parameters
         element_bytes = kv_bytes or dtype_bytes
-        kv_sizes = [
-            dense_token_size(each.attention.num_kv_heads, each.attention.head_dim)
-            for each in model.layers
-        ]
         query_sizes = map_distinct(lambda each: each.attention.output.in_features, model.layers)
         dense_bytes, expert_bytes = model.read_bytes(dtype_bytes)
         read = model.num_parameters() - model.num_lookup_parameters()
@@ -174,7 +170,7 @@ class ModelSize:
             token_flops=2.0 * (active - embeddings),
             logit_flops=2.0 * embeddings,
             pair_flops=4.0 * sum(query_sizes),
-            kv_token_bytes=sum(kv_sizes) * element_bytes,
+            kv_token_bytes=sum(model.window_sizes.values()) * element_bytes,
             block_token_bytes=model.kv_layout().token_size * element_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,
             num_layers=model.num_layers,

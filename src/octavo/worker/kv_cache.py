@@ -42,8 +42,7 @@ class KVCache:
             block_shape: of one block, [layers, *kv_block_shape] or, if blocks are copied whole,
                 [block_size, elements].
             copies_whole_blocks: the shape does not say where a block's first tokens are, because
-                layers of some KV groups are larger than those of others, or their blocks hold more
-                tokens.
+                layers differ in their heads, or the blocks of some KV groups hold more tokens.
 
         Raises:
             OutOfMemory: the machine does not give so much.

@@ -148,10 +148,8 @@ class ModelRunner:
                 to be captured, launched with all other kernels.
         """
         scheduler, block_size = config.scheduler, config.cache.block_size
-        layout, layers = (
-            model_config.kv_layout(token_size_of(backend_class)),
-            model.attention_layers,
-        )
+        layers = model.attention_layers
+        layout = model_config.kv_layout(token_size_of(backend_class))
         dtype = next(model.parameters()).dtype
         # While rows fork, children are there before their parents have gone; row 0 is padding.
         num_rows = 2 * scheduler.max_num_seqs + 1
@@ -166,12 +164,13 @@ class ModelRunner:
         # device still computes with the other one of the step before.
         self._staging = device.staging(scheduler, _num_shapes(layers, layer_places))
         self._draw_staging = device.staging(scheduler, 0)
+        block_shape, copies_whole_blocks = _block_shape(layout, layers, block_size, backend_class)
         self.kv_cache = KVCache(
             *num_blocks,
-            _block_shape(layout, layers, block_size, backend_class),
+            block_shape,
             cached_dtype(layers, dtype),
             device,
-            copies_whole_blocks=not _is_uniform(layout, layers),
+            copies_whole_blocks,
         )
         self._backend = make_backend(
             backend_class, layers, layer_places, self.kv_cache.blocks, block_size, dtype
@@ -698,22 +697,18 @@ def _some_up_to(most: int) -> list[int]:
     return sorted((sizes | {most}) - {0})
 
 
-def _is_uniform(layout: KVLayout, layers: Sequence[LayerSpec]) -> bool:
-    """Whether all blocks hold equally many tokens of layers of one shape, which may differ where
-    sizes do not: two heads of 256 elements are as many as one of 512."""
-    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
-    return len(shapes) == 1 and len(set(layout.block_sizes(1))) == 1
-
-
 def _block_shape(
     layout: KVLayout, layers: Sequence[LayerSpec], block_size: int, kind: type[AttentionBackend]
-) -> tuple[int, ...]:
-    """Of one block: as many layers as it has room for, each as the backend has them; or, where
-    layers or their blocks differ, as many elements for each token as the largest group needs."""
-    if not _is_uniform(layout, layers):
-        return (block_size, layout.token_size)
-    shape = kind.kv_block_shape(block_size, layers[0].num_kv_heads, layers[0].head_dim)
-    return (layout.token_size * block_size // math.prod(shape), *shape)
+) -> tuple[tuple[int, ...], bool]:
+    """Of one block, and whether blocks are copied whole: as many layers as it has room for, each as
+    the backend has them; or, where layers or their blocks differ, as many elements for each token
+    as the largest group needs. Layers may differ where their sizes do not: two heads of 256
+    elements are as many as one of 512."""
+    heads = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
+    if len(heads) > 1 or len(set(layout.block_sizes(block_size))) > 1:
+        return (block_size, layout.token_size), True
+    shape = kind.kv_block_shape(block_size, *heads.pop())
+    return (layout.token_size * block_size // math.prod(shape), *shape), False
 
 
 def _num_shapes(layers: Sequence[LayerSpec], places: Sequence[LayerPlace]) -> int:

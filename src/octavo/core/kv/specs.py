@@ -250,9 +250,11 @@ def group_layers(
             by_kind.setdefault((spec, size), []).append(layer_id)
     if not by_kind:
         raise ValueError("a model without attention layers has no KV to lay out")
-    kinds = sorted(by_kind, key=lambda kind: _comes_late(kind[0]))
-    counts = [(len(by_kind[kind]), kind[1]) for kind in kinds]
-    limit = max(MAX_GROUPS, len(kinds))
+    by_kind = {
+        kind: by_kind[kind] for kind in sorted(by_kind, key=lambda each: _comes_late(each[0]))
+    }
+    counts = [(len(layer_ids), size) for (_, size), layer_ids in by_kind.items()]
+    limit = max(MAX_GROUPS, len(by_kind))
     # A block has room for as much as one of the groups has in it.
     least = max(size for _, size in counts)
     token_sizes = {
@@ -268,7 +270,7 @@ def group_layers(
         if token_size >= least
     }
     layouts = (
-        _layout({kind: by_kind[kind] for kind in kinds}, division)
+        _layout(by_kind, division)
         for division in divisions
         if sum(num_groups for num_groups, _ in division) <= limit
     )

@@ -161,8 +161,7 @@ class _Recorder:
         self._longest = longest
         self._masks: dict[int, Window] = {}
         self._tables: dict[int, RotaryCall] = {}  # by the cosine that it returned
-        self._rotations: dict[int, tuple[int, RotationCall]] = {}  # by query: key, call
-        self._rotated: dict[int, RotationCall] = {}  # by what is rotated by itself
+        self._rotated: dict[int, RotationCall] = {}  # by what a call has returned
         self._sources: dict[tuple[int, int], int] = {}  # by key and value: the first call
         self._num_rotations: Counter[nn.Module] = Counter()
         self._kept: list[Tensor] = []  # so that no other tensor gets the same id
@@ -266,22 +265,16 @@ class _Recorder:
     ) -> Any:
         self._num_rotations[module] += 1
         results = function(*inputs, **named)
-        if isinstance(results, Tensor):
-            of_cos, of_sin = (self._tables.get(id(_whole(each))) for each in inputs[1:3])
-            if len(inputs) == 3 and of_cos is not None and of_cos == of_sin:
-                call = RotationCall(function, of_cos, named, is_of_both=False)
-                self._rotated[id(self._keep(results))] = call
-            return results
-        tables = [self._tables.get(id(_whole(each))) for each in inputs[2:]]
+        rotated = (results,) if isinstance(results, Tensor) else results
+        tables = [self._tables.get(id(_whole(each))) for each in inputs[len(rotated) :]]
         if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
-            query, key = results
-            if query.shape != inputs[0].shape:
+            if rotated[0].shape != inputs[0].shape:
                 raise Unserved(
-                    f"rotation makes {query.shape[-1]} elements of the {inputs[0].shape[-1]} that "
-                    "a head has: it needs an even head_dim"
+                    f"rotation makes {rotated[0].shape[-1]} elements of the "
+                    f"{inputs[0].shape[-1]} that a head has: it needs an even head_dim"
                 )
-            call = RotationCall(function, tables[0], named, is_of_both=True)
-            self._rotations[id(self._keep(query))] = (id(self._keep(key)), call)
+            call = RotationCall(function, tables[0], named, is_of_both=len(rotated) == 2)
+            self._rotated |= {id(self._keep(each)): call for each in rotated}
         return results
 
     def _make_mask(self, *, mask_function: Callable[..., Tensor], **arguments: Any) -> Tensor:
@@ -359,10 +352,7 @@ class _Recorder:
         return seen.size
 
     def _rotation_of(self, query: Tensor, key: Tensor) -> RotationCall | None:
-        """What queries and keys are the results of."""
-        key_id, rotation = self._rotations.get(id(query), (None, None))
-        if rotation is not None:
-            return rotation if key_id == id(key) else None
+        """What queries and keys are the results of; perhaps of equal calls, one for each."""
         of_query, of_key = (self._rotated.get(id(_untransposed(each))) for each in (query, key))
         return of_query if of_query == of_key else None
 
@@ -414,9 +404,10 @@ class _Recorder:
         self.found.width = max(self.found.width, self._width)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor that another one is a view of, if the view leaves nothing out."""
-    base = tensor._base
+def _whole(tensor: Any) -> Any:
+    """The tensor that another one is a view of, if the view leaves nothing out; anything else as it
+    is."""
+    base = getattr(tensor, "_base", None)
     if base is None or (base.shape, base.stride()) != (tensor.shape, tensor.stride()):
         return tensor
     return base
