@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import model_zoo
-from fallback.shrunken import shrunken_config
+from fallback.shrunken import MODEL_TYPES, shrunken_config
 from fallback.sweep import prompts, write_reference
 from octavo import LLM, SamplingParams
 from octavo.config import ModelImpl
@@ -364,7 +364,7 @@ def change(directory: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
         ),
         (
             lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
-            r"do not make .* \(there are 4 of \S*gate_proj\S*, 3 of \S*up_proj\S*\): ",
+            "the weights lack model.layers.1.mlp.experts.2.up_proj.weight",
         ),
     ],
 )
@@ -426,3 +426,14 @@ def test_recording_leaves_transformers_as_it_was(tmp_path: Path) -> None:
         with torch.inference_mode():
             assert torch.equal(reference.model(ids).logits, before)
     assert recording.RECORDING not in paged.AttentionInterface._global_mapping
+
+
+@pytest.mark.skipif("sarvam_moe" not in MODEL_TYPES, reason="transformers does not know it")
+def test_tensors_that_make_no_parameters_are_named(tmp_path: Path) -> None:
+    """Queries, keys and values are in one, of which transformers makes three."""
+    write_reference("sarvam_moe", tmp_path)
+    name = "model.layers.1.attention.query_key_value.weight"
+    change(tmp_path, lambda tensors: tensors.update({name: tensors[name][:100].clone()}))
+    with pytest.raises(ModelError, match=f"{name} and 0 others do not make .*q_proj") as error:
+        LLM(tmp_path, num_blocks=8)
+    assert "there are 1 of query_key_value" in str(error.value)

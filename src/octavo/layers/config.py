@@ -410,9 +410,9 @@ class ExpertsConfig:
     activation: Activation
     routing: RoutingConfig
     bias: bool = False  # whether the experts' projections have biases
-    # In checkpoints that have the experts in one tensor: whether it is [experts, inputs, outputs]
-    # with gates and ups taking turns, not [experts, gates and then ups, inputs].
-    alternating: bool = False
+    # In checkpoints that have the experts in one tensor:
+    alternating: bool = False  # whether gates and ups take turns, and ups do not follow gates
+    transposed: bool = False  # whether it is [experts, inputs, outputs]
     method: str = "plain"  # how experts are stored and computed: in registry.EXPERTS_METHODS
     shared: MLPConfig | None = None
     shared_gate: bool = False  # whether its result is multiplied by a learned sigmoid

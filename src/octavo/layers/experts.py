@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,8 +153,8 @@ class LoadedExperts(ExpertsMethod):
         """Where a tensor with the gates and ups of all experts goes, and that of down weights.
 
         The first are gates and ups, [experts, out_features, in_features], or one place for both,
-        if this rank has all of them; or, where they take turns (ExpertsConfig.alternating), one
-        place in the order of such a checkpoint.
+        if this rank has all of them or they take turns (ExpertsConfig.alternating). All are as such
+        a checkpoint has them (ExpertsConfig.transposed).
         """
         raise NotImplementedError
 
@@ -228,17 +229,17 @@ class LoadedExperts(ExpertsMethod):
         num, size = config.routing.num_experts, config.hidden_size
         inner, part = self._inner()
         experts, everything = slice(0, num), slice(0, size)
-        turned = config.alternating
         ups, down = self.merged_places()
-        where = (experts, part, everything) if turned else (experts, everything, part)
-        shape = (num, inner, size) if turned else (num, size, inner)
+        where = (experts, part, everything) if config.transposed else (experts, everything, part)
+        shape = (num, inner, size) if config.transposed else (num, size, inner)
         found = {
             up_name: self._merged_up(ups, (size,)),
             down_name: WeightTarget(shape, (WeightSlice(down, where),)),
         }
         if config.bias:
             assert self.up_bias is not None
-            found[f"{up_name}_bias"] = self._merged_up(_up_views(self.up_bias, turned), ())
+            biases = _up_views(self.up_bias, config.alternating)
+            found[f"{up_name}_bias"] = self._merged_up(biases, ())
             own = self.down_bias
             slices = () if own is None else (WeightSlice(own, (experts, everything)),)
             found[f"{down_name}_bias"] = WeightTarget((num, size), slices)
@@ -246,24 +247,24 @@ class LoadedExperts(ExpertsMethod):
 
     def _merged_up(self, places: Sequence[Place], columns: tuple[int, ...]) -> WeightTarget:
         """Gates and ups of all experts: weights, or biases, which have no columns."""
-        num = self.config.routing.num_experts
         inner, part = self._inner()
-        experts, everything = slice(0, num), tuple(slice(0, each) for each in columns)
+        num = self.config.routing.num_experts
         if self.config.alternating:
-            (pairs,) = places
-            where = (experts, *everything, slice(2 * part.start, 2 * part.stop))
-            return WeightTarget((num, *columns, 2 * inner), (WeightSlice(pairs, where),))
-        if len(places) == 1:
-            return WeightTarget.whole(places[0])
-        gates, ups = places
-        up_part = slice(inner + part.start, inner + part.stop)
-        return WeightTarget(
-            (num, 2 * inner, *columns),
-            (
-                WeightSlice(gates, (experts, part, *everything)),
-                WeightSlice(ups, (experts, up_part, *everything)),
-            ),
-        )
+            rows = [slice(2 * part.start, 2 * part.stop)]
+        elif len(places) == 1:
+            rows = [slice(0, 2 * inner)]
+        else:
+            rows = [slice(first + part.start, first + part.stop) for first in (0, inner)]
+
+        def turned(of_rows: Any, of_columns: Sequence[Any]) -> tuple[Any, ...]:
+            return (*of_columns, of_rows) if self.config.transposed else (of_rows, *of_columns)
+
+        everything = [slice(0, each) for each in columns]
+        slices = [
+            WeightSlice(place, (slice(0, num), *turned(each, everything)))
+            for place, each in zip(places, rows, strict=True)
+        ]
+        return WeightTarget((num, *turned(2 * inner, columns)), tuple(slices))
 
 
 class PlainExperts(LoadedExperts):
@@ -283,8 +284,9 @@ class PlainExperts(LoadedExperts):
 
     def merged_places(self) -> tuple[Sequence[Place], Place]:
         """See LoadedExperts.merged_places."""
-        turned = self.config.alternating
-        return _up_views(self.up, turned), self.down.transpose(1, 2) if turned else self.down
+        config = self.config
+        ups = _up_views(self.up, config.alternating, config.transposed)
+        return ups, self.down.transpose(1, 2) if config.transposed else self.down
 
     def finalize(self) -> None:
         """See ExpertsMethod.finalize; the kernel owns the weights from here on."""
@@ -316,17 +318,17 @@ class QuantizedExperts(LoadedExperts):
 
     def merged_places(self) -> tuple[Sequence[Place], Place]:
         """See LoadedExperts.merged_places."""
-        num, size = self.config.routing.num_experts, self.config.hidden_size
-        inner = self.config.intermediate_size
+        config = self.config
+        num, size, inner = config.routing.num_experts, config.hidden_size, config.intermediate_size
+
+        def slot(rows: int, columns: int) -> WeightSlot:
+            shape = (columns, rows) if config.transposed else (rows, columns)
+            return _slot(num, *shape, is_transposed=config.transposed)
+
         if self._merged is None:
-            if self.config.alternating:
-                ups = [_slot(num, size, 2 * inner, is_transposed=True)]
-                self._merged = ups, _slot(num, inner, size, is_transposed=True)
-            else:
-                is_whole = self.config.shard.size == 1
-                sizes = [2 * inner] if is_whole else [inner, inner]
-                ups = [_slot(num, each, size) for each in sizes]
-                self._merged = ups, _slot(num, size, inner)
+            is_one = config.alternating or config.shard.size == 1
+            sizes = [2 * inner] if is_one else [inner, inner]
+            self._merged = [slot(each, size) for each in sizes], slot(size, inner)
         return self._merged
 
     def finalize(self) -> None:
@@ -435,13 +437,14 @@ def _in_halves(pairs: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor | 
     return torch.cat([dense[:, ::2], dense[:, 1::2]], dim=1)
 
 
-def _up_views(up: Tensor, alternating: bool) -> list[Tensor]:
-    """Gates and ups of [experts, 2 * intermediate_size, ...]; or, where they take turns, one view
-    [experts, ..., intermediate elements, gate and up]."""
+def _up_views(up: Tensor, alternating: bool, transposed: bool = False) -> list[Tensor]:
+    """Gates and ups of [experts, 2 * intermediate_size, ...], as merged_places has them; where they
+    take turns, one view in which the dimension of outputs is two: intermediate elements, and gate
+    and up."""
     if alternating:
-        pairs = up.view(up.shape[0], 2, up.shape[1] // 2, *up.shape[2:])
-        return [pairs.movedim((2, 1), (-2, -1))]
-    return list(up.chunk(2, dim=1))
+        pairs = up.view(up.shape[0], 2, up.shape[1] // 2, *up.shape[2:]).transpose(1, 2)
+        return [pairs.movedim(-1, 1) if transposed else pairs]
+    return [each.transpose(1, 2) if transposed else each for each in up.chunk(2, dim=1)]
 
 
 class MixtureOfExperts(nn.Module):

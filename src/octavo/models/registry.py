@@ -20,7 +20,7 @@ from octavo.models.own_quantizations import find_own_quantizations
 from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP, Quantization
 from octavo.models.quantization_config import find_quantization
 from octavo.models.source import ModelSource, open_source
-from octavo.models.weight_names import WeightNames
+from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import Shard
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
@@ -291,7 +291,8 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         parameters=reading.parameters,
         lookup_parameters=reading.lookup_parameters,
         table_width=reading.table_width,
-        projections=reading.projections,
+        weights=reading.weights,
+        weight_names=replace(UNNAMED, layers=reading.layers_path),
     )
 
 

@@ -9,14 +9,20 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from octavo.errors import ModelError
 from octavo.layers.base import WeightTargets
@@ -24,6 +30,15 @@ from octavo.models.base import FileTensor
 
 # Frequencies that old checkpoints have among their weights.
 IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$", r"\.attn\.bias$", r"position_ids$")
+# The weight of one expert's projection, and that of a first expert's.
+_EXPERT = re.compile(r".*\.(?P<number>\d+)\.(?P<projection>[^.\d][^.]*)\.weight")
+_FIRST = re.compile(r"\.0\.[^.\d][^.]*\.weight$")
+# The parameter that the weight of an expert's gate, up and down projection is a part of, and its
+# place there.
+_PLACES = (("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0))
+
+# By paths of modules: what the weights of their experts are called (ExpertsMethod).
+ExpertNames = Mapping[str, tuple[str, ...]]
 
 
 class TransformersCheckpoint:
@@ -31,9 +46,21 @@ class TransformersCheckpoint:
 
     targets: WeightTargets
 
-    def __init__(self, model: PreTrainedModel, left_out: Sequence[str]) -> None:
-        """`model`: as transformers has made it, on the meta device, but for modules at the paths
-        `left_out`, whose tensors are ignored; `targets` are set later."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        left_out: Sequence[str],
+        experts: Collection[str],
+        tensor_names: Iterable[str],
+    ) -> None:
+        """`targets` are set later.
+
+        Args:
+            model: as transformers has made it, on the meta device.
+            left_out: paths of modules that it lacks, whose tensors are ignored.
+            experts: paths of modules whose experts may be loaded one by one.
+            tensor_names: those in the files.
+        """
         self._model = model
         self._state = model.state_dict()
         self._as_made = _AsMade(self._state)
@@ -46,14 +73,27 @@ class TransformersCheckpoint:
         ignored = model._keys_to_ignore_on_load_unexpected or []
         self._ignored = [re.compile(pattern) for pattern in (*IGNORED, *ignored)]
         self._left_out = tuple(f"{path}." for path in left_out)
+        self._single_patterns = {
+            pattern: number
+            for each in self._converters
+            if _stacks(each)
+            for number, pattern in enumerate(each.source_patterns)
+        }
+        self.expert_names = self._find_expert_names(frozenset(experts), tensor_names)
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
-        """The tensors by the module's names, several of them put together where it has one."""
+        """The tensors by the module's names, several of them put together where it has one; those
+        of experts that are loaded one by one by `expert_names`."""
         open_conversions: dict[str, _Conversion] = {}
         for each in tensors:
             name, pattern = self._renamed(each[1])
             if pattern is None or name not in self._state:
                 yield name, each
+                continue
+            path = name.rpartition(".")[0]
+            single = _Single.find(path, each[1]) if path in self.expert_names else None
+            if single is not None:
+                yield single.name, each
                 continue
             if name not in open_conversions:
                 converter = copy.deepcopy(self._by_pattern[pattern])
@@ -67,12 +107,67 @@ class TransformersCheckpoint:
         is_unused = name.startswith(self._left_out)
         return is_unused or any(pattern.search(name) for pattern in self._ignored)
 
+    def _find_expert_names(
+        self, experts: frozenset[str], tensor_names: Iterable[str]
+    ) -> ExpertNames:
+        """From the tensors of each first expert."""
+        found: dict[str, dict[tuple[str, int], str]] = {}
+        for tensor_name in {f"{_module(name)}.weight" for name in tensor_names}:
+            if not _FIRST.search(tensor_name):
+                continue
+            name, pattern = self._renamed(tensor_name)
+            path, _, parameter = name.rpartition(".")
+            single = _Single.find(path, tensor_name)
+            if path in experts and pattern in self._single_patterns and single is not None:
+                place = parameter, self._single_patterns[pattern]
+                found.setdefault(path, {})[place] = single.module
+        return {
+            path: tuple(names[place] for place in _PLACES)
+            for path, names in found.items()
+            if names.keys() == set(_PLACES)
+        }
+
     def _renamed(self, name: str) -> tuple[str, str | None]:
         prefix, state = self._model.base_model_prefix, self._state
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, state)
         if renamed not in state and name in state:
             return rename_source_key(name, [], [], prefix, state)
         return renamed, pattern
+
+
+def _stacks(converter: WeightConverter) -> bool:
+    """Whether it makes one tensor of those of all experts, gates before ups, and nothing else."""
+    kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    merged, joined = (MergeModulelist, 0), (Concatenate, 1)
+    return kinds == ([merged] if len(converter.source_patterns) == 1 else [merged, joined])
+
+
+def _module(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[0]
+
+
+class _Single(NamedTuple):
+    """The name of one expert's projection, behind the path of the experts' module."""
+
+    path: str
+    number: str
+    projection: str
+
+    @classmethod
+    def find(cls, path: str, name: str) -> _Single | None:
+        """By the name of its weight in a file; None if that is none of an expert."""
+        match = _EXPERT.fullmatch(name)
+        return None if match is None else cls(path, match["number"], match["projection"])
+
+    @property
+    def name(self) -> str:
+        """Of its weight."""
+        return f"{self.path}.{self.number}.{self.projection}.weight"
+
+    @property
+    def module(self) -> str:
+        """Of all such projections; see ExpertsMethod."""
+        return f"{self.path}.*.{self.projection}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The experts of transformers' modules, computed by octavo's grouped products.
+"""The experts of transformers' modules, computed by octavo's kernels.
 
 Whether a module's experts are gated MLPs with an activation that the kernels know is tried out, as
 in replacing.py: its own gate is given random numbers. Nothing depends on the names of classes.
@@ -6,52 +6,38 @@ in replacing.py: its own gate is given random numbers. Nothing depends on the na
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner
+from octavo.layers.config import Activation, ExpertsConfig
+from octavo.layers.experts import ExpertsMethod, make_experts
+from octavo.layers.mlp import GATED_EPILOGUES
+from octavo.models.fallback.build import Built
+from octavo.models.fallback.checkpoint import ExpertNames
+from octavo.models.fallback.config import Weight
 from octavo.models.fallback.paged import GROUPED_EXPERTS
-from octavo.models.fallback.replacing import are_rows_alike, of_all_sizes
-from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.expert_kernels import list_experts, make_experts_kernel
-from octavo.ops.experts import ExpertsKernel, ExpertWeights, Routed
+from octavo.models.fallback.replacing import Owners, are_rows_alike, of_all_sizes
+from octavo.ops.epilogue import apply_epilogue
+from octavo.ops.expert_kernels import list_experts
+from octavo.ops.experts import Routed
+from octavo.routing import RoutingConfig
 
-GATED = tuple(each for each in Epilogue if each.is_gated)
 PROBED_ROWS, PROBED_SIZE = 64, 4
+UP, DOWN = "gate_up_proj", "down_proj"  # transformers' parameters, of all experts
 
 
-class GroupedExperts(WeightOwner):
-    """Computes the experts of a module, whose parameters it takes over once they are loaded."""
+class GroupedExperts(nn.Module):
+    """Computes the experts of a module by a method that owns their weights in its place."""
 
-    def __init__(self, module: nn.Module, epilogue: Epilogue, is_alternating: bool) -> None:
-        """
-        Args:
-            module: transformers' experts.
-            epilogue: what their gates are.
-            is_alternating: whether gates and ups take turns.
-        """
+    num_hit: Tensor
+    """int64 [1] on the weights' device: each call adds how many experts some token takes."""
+
+    def __init__(self, config: ExpertsConfig) -> None:
         super().__init__()
-        self._module = (module,)  # in a tuple, so that it is not a submodule
-        self._epilogue = epilogue
-        self._is_alternating = is_alternating
-        self._num_experts: int
-        self._kernel: ExpertsKernel
-        self._num_hit: Tensor
-
-    def finalize(self) -> None:
-        """See WeightOwner.finalize: the module's own parameters are empty from here on."""
-        up, down = self._taken("gate_up_proj"), self._taken("down_proj")
-        assert up is not None
-        assert down is not None
-        if self._module[0].is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2).contiguous()
-        up_bias, down_bias = self._taken("gate_up_proj_bias"), self._taken("down_proj_bias")
-        up = self._in_halves(up).contiguous()
-        up_bias = None if up_bias is None else self._in_halves(up_bias).contiguous()
-        self._num_experts = len(up)
-        self._num_hit = torch.zeros(1, dtype=torch.int64, device=up.device)
-        weights = ExpertWeights(up, down, up_bias, down_bias)
-        self._kernel = make_experts_kernel(weights, self._epilogue)
+        self.method: ExpertsMethod = make_experts(config)
+        self._num_experts = config.routing.num_experts
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """hidden [num_tokens, size], ids and weights [num_tokens, top_k] -> [num_tokens, size].
@@ -60,46 +46,84 @@ class GroupedExperts(WeightOwner):
         experts, and no ranks share these models (TransformersConfig.sharded).
         """
         ids, weights = ids.int().contiguous(), weights.float().contiguous()
-        lists = list_experts(ids, self._num_experts, self._num_hit)
-        result = self._kernel.apply_partial(hidden, Routed(ids, weights, lists))
+        lists = list_experts(ids, self._num_experts, self.num_hit)
+        result = self.method.forward_partial(hidden, Routed(ids, weights, lists))
         return result if result.dim() == 2 else result.sum(0).to(hidden.dtype)
 
-    def _taken(self, name: str) -> Tensor | None:
-        """The parameter's values, if there is one, of which the module keeps nothing."""
-        module = self._module[0]
-        found = module._parameters.get(name)
-        if found is None:
-            return None
-        empty = nn.Parameter(found.new_empty(0), requires_grad=False)
-        module._parameters[name] = empty
-        return found.detach()
 
-    def _in_halves(self, up: Tensor) -> Tensor:
-        """[num_experts, 2 * inner, ...] with gates before ups."""
-        if not self._is_alternating:
-            return up
-        return torch.cat([up[:, ::2], up[:, 1::2]], dim=1)
+def experts_config(module: nn.Module, top_k: int) -> ExpertsConfig | None:
+    """A module's experts as octavo describes them; None if it computes them in another way.
+
+    Args:
+        module: on the meta device.
+        top_k: how many of them a token takes.
+    """
+    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+        return None
+    names = {UP, DOWN}
+    if module.has_bias:
+        names |= {f"{UP}_bias", f"{DOWN}_bias"}
+    if names != module._parameters.keys():
+        return None
+    down, found = module.get_parameter(DOWN), _gate_of(module)
+    if found is None or not 1 <= top_k <= len(down):
+        return None
+    activation, is_alternating = found
+    size, inner = down.shape[:0:-1] if module.is_transposed else down.shape[1:]
+    return ExpertsConfig(
+        hidden_size=size,
+        intermediate_size=inner,
+        activation=activation,
+        routing=RoutingConfig(num_experts=len(down), top_k=top_k),
+        bias=bool(module.has_bias),
+        alternating=is_alternating,
+        transposed=bool(module.is_transposed),
+    )
 
 
-def group_experts(model: nn.Module) -> None:
-    """Put GroupedExperts into the experts of a model on the meta device that they can compute."""
-    for module in list(model.modules()):
-        if not hasattr(module, "is_transposed") or not getattr(module, "has_gate", False):
+def find_experts(built: Built) -> dict[nn.Module, ExpertsConfig]:
+    """The experts of a model that octavo computes."""
+    found = {}
+    for module, top_k in built.recording.experts.items():
+        config = experts_config(module, top_k)
+        if config is not None:
+            found[module] = config
+    return found
+
+
+def replace_experts(
+    built: Built, dtype: torch.dtype, held: Mapping[str, Weight], names: ExpertNames
+) -> Owners:
+    """Put GroupedExperts into the experts of a model on the meta device, whose own parameters have
+    no elements from then on.
+
+    Args:
+        built: the model.
+        dtype: that it is computed in.
+        held: what layers of octavo's hold, by names of modules.
+        names: what tensors the experts of each module are in, by its name.
+
+    Returns:
+        The methods that own the weights.
+    """
+    owners: Owners = []
+    for module in built.recording.experts:
+        path = built.paths[module]
+        config = held.get(path)
+        parameters = module._parameters
+        if not isinstance(config, ExpertsConfig) or module.get_parameter(DOWN).dtype != dtype:
             continue
-        if getattr(module, "has_post_expert_norm", False):
-            continue
-        names = {"gate_up_proj", "down_proj"}
-        if module.has_bias:
-            names |= {"gate_up_proj_bias", "down_proj_bias"}
-        if names != module._parameters.keys():
-            continue
-        found = _gate_of(module)
-        if found is not None:
-            module.add_module(GROUPED_EXPERTS, GroupedExperts(module, *found))
+        grouped = GroupedExperts(config)
+        for name in parameters:
+            parameters[name] = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        module.add_module(GROUPED_EXPERTS, grouped)
+        usual = tuple(f"{path}.{each}" for each in (UP, DOWN))
+        owners.append((grouped.method, names.get(path, usual)))
+    return owners
 
 
-def _gate_of(module: nn.Module) -> tuple[Epilogue, bool] | None:
-    """The epilogue that the module's gate is, and whether gates and ups take turns."""
+def _gate_of(module: nn.Module) -> tuple[Activation, bool] | None:
+    """The activation that the module's gate is, and whether gates and ups take turns."""
     shape = (PROBED_ROWS, 2 * PROBED_SIZE)
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -112,8 +136,8 @@ def _gate_of(module: nn.Module) -> tuple[Epilogue, bool] | None:
     if not isinstance(result, Tensor):
         return None
     turned = torch.cat([given[:, ::2], given[:, 1::2]], dim=1)
-    for epilogue in GATED:
+    for activation, epilogue in GATED_EPILOGUES.items():
         for is_alternating, halves in ((False, given), (True, turned)):
             if are_rows_alike(result, apply_epilogue(halves, epilogue)):
-                return epilogue, is_alternating
+                return activation, is_alternating
     return None

@@ -11,15 +11,17 @@ from transformers import PreTrainedModel
 
 from octavo.errors import ModelError
 from octavo.layers.base import WeightTarget, WeightTargets
+from octavo.layers.config import ExpertsConfig
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.fallback.build import Built, build, sole_use
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
 from octavo.models.fallback.config import TransformersConfig
-from octavo.models.fallback.experts import group_experts
-from octavo.models.fallback.paged import PAGED_LAYER, PagedLayer, Step
+from octavo.models.fallback.experts import GroupedExperts, replace_experts
+from octavo.models.fallback.paged import GROUPED_EXPERTS, PAGED_LAYER, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
 from octavo.models.fallback.replacing import Owners, Rotary, form_of, replace_modules
+from octavo.models.safetensors_paths import tensor_names
 from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, Sinks
 from octavo.ops.communicator import Communicator
 
@@ -57,7 +59,11 @@ class TransformersLM(CausalLM):
                 f"({recording.data_dependent})"
             )
         parameters = built.model.state_dict(keep_vars=True)
-        checkpoint = TransformersCheckpoint(built.model, built.left_out)
+        held = config.held()
+        experts = [name for name, weight in held.items() if isinstance(weight, ExpertsConfig)]
+        checkpoint = TransformersCheckpoint(
+            built.model, built.left_out, experts, tensor_names(config.path)
+        )
         with torch.device("cpu"):
             try:
                 _fill_buffers(built.model)
@@ -78,9 +84,16 @@ class TransformersLM(CausalLM):
             ]
         for module, rotary in rotaries.items():
             built.model.set_submodule(built.paths[module], rotary)
-        owners = replace_modules(built, dtype, config)
-        group_experts(built.model)
+        owners = replace_modules(built, dtype, held, config.head)
+        of_experts = replace_experts(built, dtype, held, checkpoint.expert_names)
+        if of_experts:
+            self.num_hit_experts = torch.zeros(1, dtype=torch.int64, device=device)
+        for module in built.model.modules():
+            if isinstance(module, GroupedExperts):
+                assert self.num_hit_experts is not None
+                module.num_hit = self.num_hit_experts
         _tie(built.model, parameters, owners)
+        owners += of_experts
         made = _with_memory(built.model, owners, dtype, device)
         checkpoint.targets = _targets(built.model, parameters, owners, made)
         self.checkpoint = checkpoint
@@ -300,10 +313,18 @@ def _targets(
     for owner, names in owners:
         found |= owner.targets(names)
     for name, each in state.items():
-        if name not in found:
-            path, _, last = name.rpartition(".")
+        path, _, last = name.rpartition(".")
+        if name not in found and not _holds_experts(model, path):
             tensor: Tensor | None = made.get(id(each))
             if tensor is None:
                 tensor = model.get_submodule(path).get_buffer(last)
             found[name] = WeightTarget.whole(tensor)
     return found
+
+
+def _holds_experts(model: nn.Module, path: str) -> bool:
+    """Whether a method of octavo's has taken the place of the parameters of a module there."""
+    try:
+        return hasattr(model.get_submodule(path), GROUPED_EXPERTS)
+    except AttributeError:  # the module's own place is taken
+        return False

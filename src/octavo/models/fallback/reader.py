@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import transformers
 from torch import nn
 
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, LinearConfig, MLPConfig, NormConfig
+from octavo.layers.config import AttentionConfig, ExpertsConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.fallback.build import Built, build, is_known, output_embeddings
+from octavo.models.fallback.config import NamedWeight, Weight
+from octavo.models.fallback.experts import find_experts
 from octavo.models.fallback.recording import AttentionCall
 from octavo.models.fallback.replacing import layer_number, linear_config, merged_linears
 
@@ -29,7 +33,8 @@ class Reading:
     parameters: int
     lookup_parameters: int
     table_width: int
-    projections: tuple[tuple[LinearConfig, ...], ...]
+    weights: tuple[tuple[NamedWeight, ...], ...]
+    layers_path: str
     bos_token_id: object
     eos_token_id: object
 
@@ -58,8 +63,11 @@ def read(directory: Path, config: Fields) -> Reading:
     if architecture not in names and not any(map(_is_own_name, names)):
         raise config.error("architectures", f"of {model_type}, octavo serves {architecture}")
     layers: list[LayerConfig] = []
+    weights = _weights(built)
+    experts = {i: each for i, of in enumerate(weights) for each in map(_experts, of) if each}
     for call in built.recording.calls:
-        layer = _layer(call, built)
+        number = layer_number(call.path)
+        layer = _layer(call, built, None if number is None else experts.get(number))
         if layer.kv_source is not None and not layer.can_read_kv_of(layers[layer.kv_source]):
             layer = replace(layer, kv_source=None)  # it keeps the same keys and values once more
         layers.append(layer)
@@ -79,7 +87,8 @@ def read(directory: Path, config: Fields) -> Reading:
         parameters=sum(each.numel() for each in own.values()),
         lookup_parameters=_lookup_parameters(built),
         table_width=3 * built.recording.table_width,
-        projections=_projections(built),
+        weights=weights,
+        layers_path=_layers_path(built),
         bos_token_id=_of_either(hf_config, "bos_token_id"),
         eos_token_id=_of_either(hf_config, "eos_token_id"),
     )
@@ -102,14 +111,35 @@ def _lookup_parameters(built: Built) -> int:
     return sum(each.numel() for each in tables)
 
 
-def _projections(built: Built) -> tuple[tuple[LinearConfig, ...], ...]:
+def _weights(built: Built) -> tuple[tuple[NamedWeight, ...], ...]:
     """See TransformersConfig."""
-    by_layer: dict[int, list[LinearConfig]] = {}
-    for linears in merged_linears(built):
-        number = layer_number(built.paths[linears[0]])
+    by_layer: dict[int, list[NamedWeight]] = {}
+
+    def add(modules: Sequence[nn.Module], config: Weight) -> None:
+        names = tuple(built.paths[each] for each in modules)
+        number = layer_number(names[0])
         if number is not None:
-            by_layer.setdefault(number, []).append(linear_config(linears))
+            by_layer.setdefault(number, []).append(NamedWeight(names, config))
+
+    experts = find_experts(built)
+    # What has an output for each expert of a model, or one for all, is a router or a gate.
+    few = {1, *(each.routing.num_experts for each in experts.values())} if experts else set()
+    for linears in merged_linears(built):
+        if few.isdisjoint(each.out_features for each in linears):
+            add(linears, linear_config(linears))
+    for module, config in experts.items():
+        add([module], config)
     return tuple(tuple(by_layer.get(i, ())) for i in range(max(by_layer, default=-1) + 1))
+
+
+def _experts(weight: NamedWeight) -> ExpertsConfig | None:
+    return weight.config if isinstance(weight.config, ExpertsConfig) else None
+
+
+def _layers_path(built: Built) -> str:
+    """The path of the list of layers."""
+    parts = built.recording.calls[0].path.split(".")
+    return ".".join(itertools.takewhile(lambda part: not part.isdecimal(), parts))
 
 
 def _is_own_name(name: str) -> bool:
@@ -118,16 +148,17 @@ def _is_own_name(name: str) -> bool:
     return name.endswith(("ForCausalLM", "LMHeadModel")) and not hasattr(transformers, name)
 
 
-def _layer(call: AttentionCall, built: Built) -> LayerConfig:
+def _layer(call: AttentionCall, built: Built, experts: ExpertsConfig | None) -> LayerConfig:
     hidden_size = built.recording.hidden_size
+    mlp = MLPConfig(
+        kind="plain",
+        hidden_size=hidden_size,
+        intermediate_size=max(1, built.recording.width // 3),  # of which three are counted
+        activation="relu",
+    )
     return LayerConfig(
         attention=attention_config(call, hidden_size),
-        mlp=MLPConfig(
-            kind="plain",
-            hidden_size=hidden_size,
-            intermediate_size=max(1, built.recording.width // 3),  # of which three are counted
-            activation="relu",
-        ),
+        mlp=mlp if experts is None else replace(experts, shared=mlp),
         norm=NormConfig("rms", hidden_size, 1e-6),
         kv_source=call.kv_source,
     )

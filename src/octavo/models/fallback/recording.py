@@ -103,6 +103,8 @@ class Recording:
     rotaries: dict[nn.Module, set[tuple[Any, ...]]] = field(default_factory=dict)
     data_dependent: str | None = None
     """An operation whose result has a size, or decides something, by what tensors hold."""
+    experts: dict[nn.Module, int] = field(default_factory=dict)
+    """Those that transformers' interface computes, with how many of them a token takes."""
     called: set[nn.Module] = field(default_factory=set)
     width: int = 0
     """Elements that a token has in the results of all projections between two attention calls, at
@@ -190,6 +192,9 @@ class _Recorder:
                 if type(module) is nn.Linear:
                     module.forward = partial(self._project, module)  # type: ignore[method-assign]
                     changed.append(module)
+                elif hasattr(module, "is_transposed"):  # which the interface's decorator sets
+                    hook = module.register_forward_pre_hook(self._mix, with_kwargs=True)
+                    hooks.append(hook)
                 elif is_norm(module):
                     hook = module.register_forward_pre_hook(self._normalise, with_kwargs=True)
                     hooks.append(hook)
@@ -238,6 +243,10 @@ class _Recorder:
         norms = self.found.norms
         kind = (inputs[0].dtype, inputs[0].shape[-1]) if len(inputs) == 1 and not named else None
         norms[norm] = kind if norms.get(norm, kind) == kind else None
+
+    def _mix(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        self.found.experts[module] = ids.shape[-1]
 
     def _make_table(
         self,

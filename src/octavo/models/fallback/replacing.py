@@ -8,7 +8,7 @@ names of classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple, cast
@@ -22,7 +22,7 @@ from octavo.layers.config import LinearConfig, NormConfig
 from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import make_norm
 from octavo.models.fallback.build import Built, output_embeddings
-from octavo.models.fallback.config import TransformersConfig
+from octavo.models.fallback.config import Weight
 from octavo.models.fallback.recording import RotationCall
 from octavo.ops import RotaryTable
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -185,18 +185,24 @@ class Rotary(nn.Module):
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
 
 
-def replace_modules(built: Built, dtype: torch.dtype, config: TransformersConfig) -> Owners:
+def replace_modules(
+    built: Built, dtype: torch.dtype, held: Mapping[str, Weight], head: LinearConfig
+) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
-    config: says which projections have copies.
+    Args:
+        built: the model.
+        dtype: that it is computed in.
+        held: what the projections of its layers are, by names of modules.
+        head: how the projection to logits is held (`method`, `copy`), whatever its shape.
 
     Returns:
         The layers that own weights.
     """
     owners: Owners = []
     _replace_norms(built, dtype, owners)
-    _replace_feed_forward(built, config, owners)
-    _replace_linears(built, dtype, config, owners)
+    _replace_feed_forward(built, held, owners)
+    _replace_linears(built, dtype, held, head, owners)
     return owners
 
 
@@ -234,7 +240,11 @@ def merged_linears(built: Built) -> list[list[nn.Linear]]:
 
 
 def _replace_linears(
-    built: Built, dtype: torch.dtype, config: TransformersConfig, owners: Owners
+    built: Built,
+    dtype: torch.dtype,
+    held: Mapping[str, Weight],
+    of_head: LinearConfig,
+    owners: Owners,
 ) -> None:
     paths, model = built.paths, built.model
     head = output_embeddings(model)
@@ -242,7 +252,9 @@ def _replace_linears(
         if any(each.weight.dtype != dtype for each in linears):
             continue
         names = tuple(paths[each] for each in linears)
-        first, described = linears[0], _with_copy(linears, names[0], config, linears[0] is head)
+        first, described = linears[0], _as_held(held, names, linears)
+        if first is head:
+            described = replace(described, method=of_head.method, copy=of_head.copy)
         method = make_linear(described)
         owners.append((method, names))
         if len(linears) == 1:
@@ -256,15 +268,14 @@ def _replace_linears(
         model.get_submodule(parent).add_module(f"octavo_{name}", whole)
 
 
-def _with_copy(
-    linears: Sequence[nn.Linear], path: str, config: TransformersConfig, is_head: bool
+def _as_held(
+    held: Mapping[str, Weight], names: Sequence[str], linears: Sequence[nn.Linear]
 ) -> LinearConfig:
-    """What projections with that path are, with a copy if they are to have one."""
-    described, number = linear_config(linears), layer_number(path)
-    if is_head:
-        return described.with_copy(config.head_copy)
-    in_copied = number is not None and number < config.num_copied_layers
-    return described.with_copy(config.copy_form if in_copied else None)
+    """Projections of those names as they are held, in that order; plain ones in no layer."""
+    described, found = linear_config(linears), held.get(names[0])
+    if not isinstance(found, LinearConfig):
+        return described
+    return replace(described, method=found.method, copy=found.copy)
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
@@ -299,7 +310,7 @@ class _Stub(nn.Module):
         return self.result
 
 
-def _replace_feed_forward(built: Built, config: TransformersConfig, owners: Owners) -> None:
+def _replace_feed_forward(built: Built, held: Mapping[str, Weight], owners: Owners) -> None:
     found, shared = built.recording.linears, _shared(built.model)
     for path, module in list(built.model.named_modules()):
         linears = [(n, c) for n, c in module.named_children() if type(c) is nn.Linear]
@@ -318,12 +329,12 @@ def _replace_feed_forward(built: Built, config: TransformersConfig, owners: Owne
         has_biases = {children[name].bias is not None for name in ups}
         if len(has_biases) != 1:
             continue
-        into = [children[name] for name in ups]
-        up = make_linear(_with_copy(into, f"{path}.{ups[0]}", config, is_head=False))
-        last = [children[down]]
-        down_method = make_linear(_with_copy(last, f"{path}.{down}", config, is_head=False))
-        owners.append((up, tuple(f"{path}.{name}" for name in ups)))
-        owners.append((down_method, (f"{path}.{down}",)))
+        into, of_ups = [children[name] for name in ups], tuple(f"{path}.{name}" for name in ups)
+        last, of_down = children[down], (f"{path}.{down}",)
+        up = make_linear(_as_held(held, of_ups, into))
+        down_method = make_linear(_as_held(held, of_down, [last]))
+        owners.append((up, of_ups))
+        owners.append((down_method, of_down))
         _put(built.model, path, FeedForward(up, epilogue, down_method))
         for each in children.values():
             del found[each]

@@ -305,6 +305,7 @@ def read_experts(
     activation: Activation | None = None,
     bias: bool = False,
     alternating: bool = False,
+    transposed: bool = False,
     shared: MLPConfig | None = None,
     shared_gate: bool = False,
     router_bias: bool = False,
@@ -317,7 +318,7 @@ def read_experts(
         num_experts, top_k, routing: see RoutingConfig, which checks them.
         activation: None: hidden_act, by default silu.
         router_bias: whether the router's logits have one.
-        intermediate_size, bias, alternating, shared, shared_gate: see ExpertsConfig.
+        intermediate_size, bias, alternating, transposed, shared, shared_gate: see ExpertsConfig.
     """
     if activation is None:
         usual: Activation = config.choice("hidden_act", GATED_ACTIVATIONS, "silu")
@@ -334,6 +335,7 @@ def read_experts(
         routing=rule,
         bias=bias,
         alternating=alternating,
+        transposed=transposed,
         shared=shared,
         shared_gate=shared_gate,
     )

@@ -59,6 +59,7 @@ def read(config: Fields) -> ModelDescription:
         activation=config.choice("hidden_act", {"silu": "clamped_swiglu"}, "silu"),
         bias=True,
         alternating=True,
+        transposed=True,
         router_bias=True,
     )
     default = [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
