@@ -135,11 +135,6 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         (model_directory("gpt2"), {"quantization": "int4"}, "weights of gpt2 are not quantized"),
         (
             model_directory("llama3"),
-            {"quantization": "fp8", "model_impl": "transformers"},
-            "models through transformers are not quantized",
-        ),
-        (
-            model_directory("llama3"),
             {"quantization": "fp4"},
             "'fp4' is not one of auto, fp8, int8, int4",
         ),

@@ -28,6 +28,7 @@ from octavo.model_files import open_files
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
+from octavo.models.fallback.config import TransformersConfig
 from octavo.models.loader import open_weights
 from octavo.ops import (
     AttentionBatch,
@@ -93,6 +94,8 @@ def report_loss(
         obstacle = "the weights are random"
     elif config.encoder is not None:
         obstacle = "the model has an encoder"
+    elif isinstance(config, TransformersConfig):
+        obstacle = "transformers computes the model"
     elif not ids:
         obstacle = "the model has no tokenizer that its vocabulary fits"
     elif not _has_room(model.token_table.device, communicator):

@@ -18,7 +18,6 @@ from octavo.models.fallback.tested import read_tested
 from octavo.models.family import Family
 from octavo.models.own_quantizations import find_own_quantizations
 from octavo.models.quantization import ON_LOAD, SMALLEST_GROUP, Quantization
-from octavo.models.quantization_config import find_quantization
 from octavo.models.source import ModelSource, open_source
 from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import Shard
@@ -117,11 +116,8 @@ def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> Model
 def _has_other_way(source: ModelSource) -> bool:
     """Whether models of that type, which octavo has a family of, are served through transformers,
     too."""
-    config = source.config()
-    is_served = config.get("model_type") in read_tested().served
-    return (
-        source.is_for_transformers and is_served and find_quantization(config, source.path) is None
-    )
+    is_served = source.config().get("model_type") in read_tested().served
+    return source.is_for_transformers and is_served
 
 
 def _read_native(source: ModelSource) -> ModelConfig:
@@ -149,7 +145,7 @@ def _read_native(source: ModelSource) -> ModelConfig:
     own_quantizations: dict[str, Quantization | None] = {}
     if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
-        own_quantizations = find_own_quantizations(description, quantization, names)
+        own_quantizations = find_own_quantizations(description, quantization, names.possible)
     return ModelConfig(
         **_as_fields(description),
         path=source.path,
@@ -219,15 +215,13 @@ def quantized_on_load(
 
     Raises:
         ConfigError: the files have quantized weights already, or the loader cannot: weights that
-            are read through transformers, or stored in an order of their own, or with inputs that
-            no group divides; or so many ranks cannot share the model.
+            are stored in an order of their own, or with inputs that no group divides; or so many
+            ranks cannot share the model.
     """
     where = f"{config.path}: "
     if config.quantization is not None:
         method = config.quantization.method
         raise ConfigError("quantization", f"{where}the weights are quantized already ({method})")
-    if isinstance(config, TransformersConfig):
-        raise ConfigError("quantization", f"{where}models through transformers are not quantized")
     if not _takes_forms(config.weight_names):
         raise ConfigError(
             "quantization", f"{where}weights of {config.family} are not quantized while they load"
@@ -264,12 +258,7 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
             f"transformers, which is not installed: pip install 'octavo[transformers]'; native "
             f"families are {', '.join(FAMILIES)}",
         )
-    quantization = find_quantization(config, directory)
-    if quantization is not None:
-        raise ModelError(
-            f"{quantization.where}: quantized weights are read for octavo's own families, not for "
-            "models through transformers"
-        )
+    quantization = source.quantization()
     text = config.get("text_config", None)  # of a model that takes other input than text, too
     parts = (config, Fields(config.where, text)) if isinstance(text, dict) else (config,)
     dtype = _dtype(*parts)  # of others transformers' error does not name the field
@@ -279,9 +268,10 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
     tokens = config.with_defaults(
         {"bos_token_id": reading.bos_token_id, "eos_token_id": reading.eos_token_id}
     )
-    return TransformersConfig(
+    described = TransformersConfig(
         **_as_fields(reading.description),
         path=directory,
+        weight_names=replace(UNNAMED, layers=reading.layers_path),
         architecture=reading.architecture,
         family=reading.model_type,
         dtype=dtype,
@@ -292,8 +282,13 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         lookup_parameters=reading.lookup_parameters,
         table_width=reading.table_width,
         weights=reading.weights,
-        weight_names=replace(UNNAMED, layers=reading.layers_path),
     )
+    if quantization is None:
+        return described
+    described = described.with_linear_method("quantized")
+    names = described.possible_names()
+    own = find_own_quantizations(described, quantization, names.__getitem__)
+    return replace(described, quantization=quantization, own_quantizations=own)
 
 
 def _as_fields(description: ModelDescription) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class WeightNames:
             layers, layer = self.encoder_layers, self.encoder_layer
         return tuple(f"{layers}.{match[2]}.{name}" for name in _as_tuple(layer[match[3]]))
 
+    def possible(self, path: str) -> list[list[str]]:
+        """What a checkpoint may call each of the modules that are merged at `path` in the model,
+        with prefix or without."""
+        return [[f"{prefix}{name}" for prefix in ("", *self.prefixes)] for name in self.of(path)]
+
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names

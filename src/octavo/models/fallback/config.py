@@ -12,6 +12,11 @@ from octavo.models.config import ModelConfig, ModelDescription
 from octavo.parallel import OPTION, Shard
 
 Weight = LinearConfig | ExpertsConfig
+# What checkpoints have before the names of layers that take text, as saved by old and new versions
+# of transformers, of models that take other input, too, or do not.
+PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+# What is behind the name of a layer's experts in that of one of its weights.
+FIRST_OF_EXPERTS = ("", ".0.gate_proj", ".0.w1")
 
 
 class NamedWeight(NamedTuple):
@@ -50,6 +55,23 @@ class TransformersConfig(ModelConfig):
     def held(self) -> dict[str, Weight]:
         """What layers hold, by the names of all modules."""
         return {name: each.config for of in self.weights for each in of for name in each.names}
+
+    def possible_names(self) -> dict[str, list[list[str]]]:
+        """For each path of `quantizable_weights`, what a checkpoint may call each of the modules
+        that are merged there: what transformers does, or with another prefix before the layers."""
+        own = f"{self.weight_names.layers.rpartition('.')[0]}."
+        prefixes = dict.fromkeys((own, *PREFIXES))
+
+        def possible(name: str, weight: Weight) -> list[str]:
+            rest = name.removeprefix(own)
+            ends = FIRST_OF_EXPERTS if isinstance(weight, ExpertsConfig) else ("",)
+            return [f"{prefix}{rest}{end}" for prefix in prefixes for end in ends]
+
+        return {
+            names[0]: [possible(name, weight) for name in names]
+            for of_layer in self.weights
+            for names, weight in of_layer
+        }
 
     def quantizable_weights(self) -> Iterator[tuple[str, Weight]]:
         """See ModelDescription.quantizable_weights; by the name of the first module."""
