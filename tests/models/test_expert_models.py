@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import model_zoo
 from octavo import LLM, SamplingParams
 from octavo.cli.main import main
+from octavo.config import ModelImpl
 from octavo.core.step import StepResult
 from octavo.errors import ModelError
 from octavo.layers import experts as layers
@@ -162,6 +163,14 @@ def test_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(quantized, dense), "computed by the same kernels"
     torch.testing.assert_close(quantized, dense, rtol=1e-4, atol=1e-4)
     assert torch.equal(quantized.argmax(dim=-1), dense.argmax(dim=-1))
+
+    def generated(model_impl: ModelImpl) -> list[int]:
+        with LLM(packed, dtype="float32", num_blocks=8, model_impl=model_impl) as llm:
+            [output] = llm.generate([prompt], SamplingParams(temperature=0), use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    monkeypatch.undo()
+    assert generated("transformers") == generated("native")
 
 
 def test_ranks_keep_parts_of_experts_in_mxfp4(tmp_path: Path) -> None:
