@@ -43,6 +43,7 @@ from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import LinearKernel, TorchLinear
+from octavo.routing import RoutingConfig
 
 CPU = torch.device("cpu")
 
@@ -439,3 +440,20 @@ def test_grouped_experts_are_those_of_transformers(
         expected = experts(hidden, ids, weights)
         torch.testing.assert_close(grouped(hidden, ids, weights), expected, rtol=1e-3, atol=1e-2)
     assert int(grouped.num_hit) == 4
+
+
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_results_of_experts_have_the_dtype_of_their_inputs(num_parts: int | None) -> None:
+    """Kernels may return float32, complete or in parts: the residual stream stays as it is."""
+    routing = RoutingConfig(num_experts=4, top_k=2)
+    config = ExpertsConfig(
+        hidden_size=8, intermediate_size=8, activation="silu", routing=routing, method="quantized"
+    )
+    grouped = GroupedExperts(config)
+    grouped.num_hit = torch.zeros(1, dtype=torch.int64)
+    shape = (5, 8) if num_parts is None else (num_parts, 5, 8)
+    grouped.method.forward_partial = lambda hidden, routed: torch.ones(shape)
+    hidden = torch.zeros(5, 8, dtype=torch.bfloat16)
+    result = grouped.forward(hidden, torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, torch.full_like(hidden, num_parts or 1))

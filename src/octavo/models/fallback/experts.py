@@ -37,7 +37,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, config: ExpertsConfig) -> None:
         super().__init__()
         self.method: ExpertsMethod = make_experts(config)
-        self._num_experts = config.routing.num_experts
+        self._num_experts, self.top_k = config.routing.num_experts, config.routing.top_k
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """hidden [num_tokens, size], ids and weights [num_tokens, top_k] -> [num_tokens, size].
@@ -48,7 +48,7 @@ class GroupedExperts(nn.Module):
         ids, weights = ids.int().contiguous(), weights.float().contiguous()
         lists = list_experts(ids, self._num_experts, self.num_hit)
         result = self.method.forward_partial(hidden, Routed(ids, weights, lists))
-        return result if result.dim() == 2 else result.sum(0).to(hidden.dtype)
+        return (result if result.dim() == 2 else result.sum(0)).to(hidden.dtype)
 
 
 def experts_config(module: nn.Module, top_k: int) -> ExpertsConfig | None:

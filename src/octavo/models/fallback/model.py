@@ -42,6 +42,7 @@ class TransformersLM(CausalLM):
         assert isinstance(config, TransformersConfig)
         self._config = config
         self._step = Step()
+        self._num_uncounted = 0  # experts that a step of one token takes and kernels do not count
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """See CausalLM.allocate: transformers makes its modules for a dtype.
@@ -86,12 +87,7 @@ class TransformersLM(CausalLM):
             built.model.set_submodule(built.paths[module], rotary)
         owners = replace_modules(built, dtype, held, config.head)
         of_experts = replace_experts(built, dtype, held, checkpoint.expert_names)
-        if of_experts:
-            self.num_hit_experts = torch.zeros(1, dtype=torch.int64, device=device)
-        for module in built.model.modules():
-            if isinstance(module, GroupedExperts):
-                assert self.num_hit_experts is not None
-                module.num_hit = self.num_hit_experts
+        self._count_experts(built.model, device)
         _tie(built.model, parameters, owners)
         owners += of_experts
         made = _with_memory(built.model, owners, dtype, device)
@@ -123,6 +119,17 @@ class TransformersLM(CausalLM):
             scores=ScoreFunction(described.scale, described.softcap, None, sinks),
             window=described.window,
         )
+
+    def _count_experts(self, model: nn.Module, device: torch.device) -> None:
+        """Let all experts count those that are hit in one place."""
+        grouped = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+        if grouped:
+            self.num_hit_experts = torch.zeros(1, dtype=torch.int64, device=device)
+        for each in grouped:
+            assert self.num_hit_experts is not None
+            each.num_hit = self.num_hit_experts
+        if device.type == "cuda":  # where experts of a single token are not listed (list_experts)
+            self._num_uncounted = sum(each.top_k for each in grouped)
 
     def _take(self, built: Built) -> None:
         """Divide the model into its decoder and what makes logits of hidden states."""
