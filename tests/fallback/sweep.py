@@ -119,7 +119,7 @@ def outcome_of(model_type: str) -> Outcome:
         try:
             config = read_model_config(directory, "transformers")
         except ModelError as error:
-            return _refused(model_type, error)
+            return _refused(model_type, error, directory)
         if config.num_parameters() > MAX_PARAMETERS:
             return Outcome(model_type, config.architecture, "no small model could be made")
         try:
@@ -130,15 +130,17 @@ def outcome_of(model_type: str) -> Outcome:
         try:
             tokens = served_tokens(directory)
         except ModelError as error:
-            return _refused(model_type, error)
+            return _refused(model_type, error, directory)
         expected = [reference_tokens(reference.model, each) for each in prompts()]
         assert tokens == expected, f"{model_type}: {tokens} instead of {expected}"
     return Outcome(model_type, config.architecture, None)
 
 
-def _refused(model_type: str, error: ModelError) -> Outcome:
-    _, _, reason = str(error).partition(f"through transformers {transformers.__version__}: ")
-    return Outcome(model_type, None, " ".join((reason or str(error)).split())[:200])
+def _refused(model_type: str, error: ModelError, directory: Path) -> Outcome:
+    """Without the directory, whose name is another one in each sweep."""
+    whole = str(error).removeprefix(f"{directory}: ")
+    _, _, reason = whole.partition(f"through transformers {transformers.__version__}: ")
+    return Outcome(model_type, None, " ".join((reason or whole).split())[:200])
 
 
 def sweep(model_types: Sequence[str] = MODEL_TYPES) -> tuple[Tested, list[str]]:
