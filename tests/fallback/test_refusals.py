@@ -15,7 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    EncodecConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    T5Config,
+)
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import model_zoo
@@ -326,6 +335,14 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 ranks cannot share Ernie4_5_MoeForCausalLM") as error:
         LLM(tmp_path, load_format="dummy", tensor_parallel_size=2)
     assert error.value.field == "tensor_parallel_size"
+
+
+def test_models_with_several_parts_for_text_are_refused(tmp_path: Path) -> None:
+    parts = {"text_encoder": T5Config(), "decoder": MusicgenDecoderConfig()}
+    fields = {name: each.to_dict() for name, each in parts.items()}
+    MusicgenConfig(**fields, audio_encoder=EncodecConfig().to_dict()).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"Multiple valid text configs .*'text_encoder'"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("is_beside", [False, True])

@@ -116,7 +116,10 @@ def build(directory: Path, dtype: torch.dtype, max_model_len: int | None = None)
 
 
 def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # several parts take text
+        raise Unserved(" ".join(str(error).split())) from error
     _check_kind(config, text)
     _check_groups(text)
     register()
