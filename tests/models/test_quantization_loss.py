@@ -63,6 +63,15 @@ def test_it_is_that_of_two_models(name: str) -> None:
     check(config, "fp8")
 
 
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("llama3", "int8"), ("qwen3_moe", "fp8"), ("gpt_oss", "fp8"), ("phi3", "fp8")],
+)
+def test_of_a_model_through_transformers(name: str, quantization: str) -> None:
+    """Merged projections and blocks, and experts in tensors of their own or in one."""
+    check(read_model_config(model_zoo.model_directory(name), "transformers"), quantization)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_with_a_head_that_is_rounded(
     is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

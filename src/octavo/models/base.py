@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightTargets
+from octavo.layers.base import WeightOwner, WeightTargets
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.models.dequantize import StoredTensor
 from octavo.ops import AttentionBackend, KVScales, LayerSpec
@@ -43,14 +43,18 @@ class WeightFiles(Protocol):
 class Checkpoint(Protocol):
     """What a model's checkpoints call its weights."""
 
-    targets: WeightTargets
-    """Where tensors go, by the names that `translate` gives them."""
+    @property
+    def targets(self) -> WeightTargets:
+        """Where tensors go, by the names that `translate` gives them."""
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
         """The tensors of all files by these names; several may become one."""
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor without a target is no weight."""
+
+    def names_of(self, path: str, owner: WeightOwner) -> Sequence[str]:
+        """What WeightOwner.targets takes for one of the model's modules, which is at a path."""
 
 
 class CausalLM(nn.Module):
@@ -64,7 +68,7 @@ class CausalLM(nn.Module):
     embedding: Embedding
     head: LMHead
     checkpoint: Checkpoint | None = None
-    """None: as the family's WeightNames say, or weights are loaded."""
+    """None: as the family's WeightNames say. It has no targets once weights are loaded."""
     num_hit_experts: Tensor | None = None
     """int64 [1] on the device: of all mixtures of experts, how many experts were computed, added up
     over their steps; None: there is no mixture."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarge
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod, warn_once
 from octavo.layers.norm import Norm
-from octavo.models.base import CausalLM, FileTensor, WeightFiles
+from octavo.models.base import CausalLM, Checkpoint, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
 from octavo.models.kv_scales import is_kv_scale
@@ -71,7 +72,9 @@ def load_model(
         fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
-    model.checkpoint = None  # it would keep the memory of weights that are packed from here on
+    if model.checkpoint is not None:
+        # They would keep the memory of weights that are packed from here on.
+        model.checkpoint.targets.clear()
     freed = FreedMemory(device)
     for module in model.modules():
         if isinstance(module, WeightOwner):
@@ -113,7 +116,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
     two different values for one parameter, unreadable file.
     """
-    checkpoint = model.checkpoint or FamilyCheckpoint(model, config)
+    checkpoint = checkpoint_of(model, config)
     targets = checkpoint.targets
     dtype, device = model.token_table.dtype, model.token_table.device
     # See _identity: where each was loaded from; tied weights have two names.
@@ -187,8 +190,14 @@ class FamilyCheckpoint:
     """See Checkpoint: the names of a family's description, without prefix."""
 
     def __init__(self, model: CausalLM, config: ModelConfig) -> None:
-        self.targets = _family_targets(model, config)
+        self._model = model
+        self._config = config
         self._names = config.weight_names
+
+    @cached_property
+    def targets(self) -> WeightTargets:
+        """See Checkpoint.targets; of a model that is not finalized."""
+        return _family_targets(self._model, self._config)
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
         """See Checkpoint.translate."""
@@ -201,10 +210,19 @@ class FamilyCheckpoint:
         is_known = name.endswith("rotary_emb.inv_freq")
         return is_known or any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
 
+    def names_of(self, path: str, owner: WeightOwner) -> Sequence[str]:
+        """See Checkpoint.names_of."""
+        return self._names.of(path)
+
+
+def checkpoint_of(model: CausalLM, config: ModelConfig) -> Checkpoint:
+    """What the model's checkpoints call its weights."""
+    return model.checkpoint or FamilyCheckpoint(model, config)
+
 
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
     """Where the checkpoint's tensors go, by their names (Checkpoint.targets)."""
-    return (model.checkpoint or FamilyCheckpoint(model, config)).targets
+    return checkpoint_of(model, config).targets
 
 
 def _family_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:

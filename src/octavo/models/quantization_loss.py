@@ -28,8 +28,7 @@ from octavo.model_files import open_files
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
-from octavo.models.fallback.config import TransformersConfig
-from octavo.models.loader import open_weights
+from octavo.models.loader import checkpoint_of, open_weights
 from octavo.ops import (
     AttentionBatch,
     LayerPlace,
@@ -61,7 +60,7 @@ CHUNK_ELEMENTS = 1 << 27  # of a weight that are read at once
 ROOM_GIB = 2  # of free memory; what is taken is less
 ROWS_AT_ONCE = 16  # of logits that are compared at once, in float64
 
-Tensors = Mapping[str, StoredTensor]  # those of the files, by their names without prefix
+Tensors = Mapping[str, StoredTensor]  # those of the files, as Checkpoint.translate names them
 
 
 class QuantizationLoss(NamedTuple):
@@ -94,8 +93,6 @@ def report_loss(
         obstacle = "the weights are random"
     elif config.encoder is not None:
         obstacle = "the model has an encoder"
-    elif isinstance(config, TransformersConfig):
-        obstacle = "transformers computes the model"
     elif not ids:
         obstacle = "the model has no tokenizer that its vocabulary fits"
     elif not _has_room(model.token_table.device, communicator):
@@ -140,8 +137,8 @@ def measure_loss(
     """
     dtype, device = model.token_table.dtype, model.token_table.device
     with torch.inference_mode(), open_weights(config).tensors(dtype, device) as stored:
-        names = config.weight_names
-        tensors = {names.without_prefix(name): tensor for _, name, tensor in stored}
+        translated = checkpoint_of(model, config).translate(stored)
+        tensors = {key: tensor for key, (_, _, tensor) in translated}
         hidden = _hidden_states(model, ids)
         with _weights_of_files(model, config, tensors):
             expected = model.logits(_hidden_states(model, ids))
@@ -210,6 +207,7 @@ def _has_room(device: torch.device, communicator: Communicator) -> bool:
 def _weights_of_files(model: CausalLM, config: ModelConfig, tensors: Tensors) -> Iterator[None]:
     """A context in which what was rounded is computed from the files."""
     dtype, device = model.token_table.dtype, model.token_table.device
+    checkpoint = checkpoint_of(model, config)
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for path, module in list(model.named_modules()):
@@ -218,10 +216,10 @@ def _weights_of_files(model: CausalLM, config: ModelConfig, tensors: Tensors) ->
                 part = _Part.of_table(model.token_table)
                 other = _LinearOfFiles(module.bias, [part], dtype, device)
             elif isinstance(module, QuantizedLinear | RoundedLinear):
-                parts = _parts(module.config, config.weight_names.of(path), tensors)
+                parts = _parts(module.config, checkpoint.names_of(path, module), tensors)
                 other = _LinearOfFiles(module.bias, parts, dtype, device)
             elif isinstance(module, QuantizedExperts):
-                names = config.weight_names.of(path)
+                names = checkpoint.names_of(path, module)
                 other = _ExpertsOfFiles(module.config, names, tensors, dtype, device)
             else:
                 continue

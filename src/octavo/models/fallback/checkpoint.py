@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from octavo.errors import ModelError
-from octavo.layers.base import WeightTargets
+from octavo.layers.base import WeightOwner, WeightTargets
 from octavo.models.base import FileTensor
 
 # Frequencies that old checkpoints have among their weights.
@@ -45,6 +45,7 @@ class TransformersCheckpoint:
     """See octavo.models.base.Checkpoint."""
 
     targets: WeightTargets
+    names: dict[WeightOwner, Sequence[str]]
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class TransformersCheckpoint:
         experts: Collection[str],
         tensor_names: Iterable[str],
     ) -> None:
-        """`targets` are set later.
+        """`targets` and `names`, of all owners of weights, are set later.
 
         Args:
             model: as transformers has made it, on the meta device.
@@ -106,6 +107,10 @@ class TransformersCheckpoint:
         """Whether a tensor is no weight, or one that text does not need."""
         is_unused = name.startswith(self._left_out)
         return is_unused or any(pattern.search(name) for pattern in self._ignored)
+
+    def names_of(self, path: str, owner: WeightOwner) -> Sequence[str]:
+        """See Checkpoint.names_of."""
+        return self.names[owner]
 
     def _find_expert_names(
         self, experts: frozenset[str], tensor_names: Iterable[str]

@@ -92,6 +92,7 @@ class TransformersLM(CausalLM):
         owners += of_experts
         made = _with_memory(built.model, owners, dtype, device)
         checkpoint.targets = _targets(built.model, parameters, owners, made)
+        checkpoint.names = dict(owners)
         self.checkpoint = checkpoint
         self._first_position = built.first_position
         self._take(built)
