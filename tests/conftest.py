@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -10,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
+
+# What is imported and collected stays: until pytest_collection_finish, there is no garbage to find.
+gc.disable()
 
 # Test processes share the cores. With a thread a core each, tiny matrix products wait for threads
 # that the system has put aside, and take ten times as long.
@@ -50,6 +54,21 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("busy")
+
+
+def pytest_collection_finish() -> None:
+    """From here on the collector looks through what tests make, and not each time through a million
+    objects of modules and tests, which takes a second."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture
+def collecting_all() -> Iterator[None]:
+    """For tests that ask what the collector leaves out: nothing is left out before."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -502,6 +502,7 @@ def test_an_executor_that_breaks_down_ends_the_engine() -> None:
         broken.generate([1, 2], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.usefixtures("collecting_all")
 def test_the_program_around_an_llm_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """What octavo tunes in processes of its own is another program's business, if it is not asked
     for; a number of threads holds while octavo computes."""
