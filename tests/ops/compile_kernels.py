@@ -3,13 +3,15 @@
 The interpreter carries out Python: it says nothing about whether Triton's compiler takes a kernel.
 Run by test_compilation.py in a process without the interpreter. As it is, it takes each branch of
 each kernel to Triton's own representation with layouts, where most faults of a kernel show, and of
-each kernel the first variant to machine code. With the argument `all` it compiles all to machine
-code, also branches together with each other, and tiles of all sizes.
+each kernel the first variant to machine code; and spares Triton what it would do again and again.
+With the argument `all` it compiles all to machine code, as a server does, also branches together
+with each other, and tiles of all sizes.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import Counter, defaultdict
@@ -22,6 +24,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
 from octavo.ops.cuda import pdl
@@ -36,6 +39,7 @@ compiled: Counter[str] = Counter()
 variants: defaultdict[str, set[str]] = defaultdict(set)  # of each kernel
 reductions: Counter[bool] = Counter()  # over lanes of linear layouts, and others
 has_all = sys.argv[1:] == ["all"]
+options: dict[str, Any] = {}  # of the compiler
 # Kernels without a wait: they are launched without the option, when all before them have ended.
 SERIALISED = {"_embed_kernel"}
 waiting: set[str] = set()  # kernels that write nothing before their wait
@@ -67,6 +71,7 @@ class EnoughCompiled(Exception):
 def stop_at_layouts() -> None:
     """From here on kernels of which one variant was compiled are not compiled to machine code."""
     compile_variant, make_llir = JITFunction._do_compile, CUDABackend.make_llir
+    put = FileCacheManager.put
     taken: set[tuple[str, str]] = set()  # names of kernels, and keys of their variants
     under_way: list[str] = []
 
@@ -90,8 +95,33 @@ def stop_at_layouts() -> None:
             raise EnoughCompiled
         return make_llir(self, module, *args)
 
+    def keep_what_is_read(self: Any, data: Any, filename: str, binary: bool = True) -> str:
+        # Of a variant that does not come to an end, nothing is looked up in Triton's cache.
+        return "" if compiled[under_way[-1]] else put(self, data, filename, binary)
+
     JITFunction._do_compile = compile_to_layouts
     CUDABackend.make_llir = make_llir_of_the_first
+    FileCacheManager.put = keep_what_is_read
+
+
+def leave_out_repetition() -> None:
+    """What changes nothing of what is compiled, and is a fifth of the time.
+
+    The source of a function is parsed for each variant, and wherever a kernel calls it. Each sum,
+    difference and product of integers comes with a check for overflows, which only a mode for
+    debugging keeps. And the collector looks through all of torch.
+    """
+    parse = JITFunction.parse
+    trees: dict[int, ast.Module] = {}
+
+    def parse_once(self: Any) -> ast.Module:
+        if id(self) not in trees:
+            trees[id(self)] = parse(self)
+        return trees[id(self)]
+
+    JITFunction.parse = parse_once
+    options.update(sanitize_overflow=False)
+    gc.freeze()
 
 
 def install() -> None:
@@ -100,11 +130,12 @@ def install() -> None:
     pdl.launch_options = lambda device: {"PDL": True, "launch_pdl": True}
     if not has_all:
         stop_at_layouts()
+        leave_out_repetition()
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         del warmup
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **options, **kwargs)
         if kernel is None:
             return None
         assert_reduced_lanes_are_neighbours(self.__name__, kernel.asm["ttgir"])
