@@ -529,6 +529,7 @@ def test_the_program_around_an_llm_stays_as_it_was(monkeypatch: pytest.MonkeyPat
     assert not kept
     LLM(str(model_zoo.model_directory("llama3")), num_blocks=8, owns_process=True).close()
     assert kept
+    assert gc.get_freeze_count() > 10_000, "collections look at modules"
 
 
 def test_a_large_gpu_gets_larger_steps_unless_they_were_chosen() -> None:

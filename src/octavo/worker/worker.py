@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ class Worker:
             ModelError: the files cannot be loaded.
             OutOfMemory: the model does not fit; the message names settings with which it would.
         """
+        if config.owns_process:
+            # Modules stay: to look for garbage in them takes most of a second, also at the end.
+            gc.freeze()
         self._device = device
         self._is_shut_down = False
         dtype = DTYPES[config.dtype_for(model_config.dtype)]
