@@ -86,12 +86,18 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     **{
         name: {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}  # of 8 pairs of elements
         for name in (
-            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text"),
+            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
             *("glm4v_text", "glm_ocr_text", "paddleocr_vl_text"),
         )
     },
     "glm4v_moe_text": {
         "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    },
+    # Which have no windows, whatever the field says.
+    "qwen3_vl_moe_text": {"sliding_window": None},
+    "qwen3_omni_moe_text": {
+        "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]},
+        "sliding_window": None,
     },
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
