@@ -251,7 +251,7 @@ class PlainTorch:
         counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         query, key, value = heads.transpose(1, 2).split(counts, dim=1)
         if layer.attention.head_norms is not None:
-            query_norm, key_norm = layer.attention.head_norms
+            query_norm, key_norm, _ = layer.attention.head_norms
             query, key = self._norm(query_norm, query), self._norm(key_norm, key)
         if layer.attention.rotary is not None:
             query, key = self._rotate(query, positions), self._rotate(key, positions)

@@ -16,7 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.ops import (
     AttentionBatch,
-    HeadNorm,
+    HeadNorms,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -66,12 +66,12 @@ class TokenMajor:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
         batch, (layer, group, cache) = self._batch, self._layers[layer_id]
         assert batch is not None
         if head_norms is not None:
-            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
+            query, key, value = head_norms.apply(query, key, value)
         if rotary is not None:
             query, key = rotary.apply(query, batch.positions), rotary.apply(key, batch.positions)
         slots, size = batch.slots[group], cache.shape[1]

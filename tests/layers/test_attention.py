@@ -119,7 +119,13 @@ def test_a_layer_norm_of_heads_is_applied_before_the_backend() -> None:
 def test_rms_norms_of_heads_are_left_to_the_backend() -> None:
     layer = made(replace(CONFIG, head_norm=NORM))
     *_, head_norms = given_by(layer, torch.randn(5, 24))[1]
-    assert head_norms == (layer.query_norm, layer.key_norm)
+    assert head_norms == (layer.query_norm, layer.key_norm, None)
+
+
+def test_a_norm_of_values_is_left_to_the_backend() -> None:
+    layer = made(replace(CONFIG, head_norm=NORM, value_norm=replace(NORM, affine=False)))
+    *_, head_norms = given_by(layer, torch.randn(5, 24))[1]
+    assert head_norms == (layer.query_norm, layer.key_norm, layer.value_norm)
 
 
 @pytest.mark.parametrize(

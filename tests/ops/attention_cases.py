@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.ops import (
     AttentionBatch,
     CascadeSegments,
+    HeadNorms,
     KVScales,
     LayerPlace,
     LayerSpec,
@@ -45,6 +46,7 @@ class Case:
     interleaved: bool = False  # the pairs of the rotary embedding
     scores: ScoreFunction | None = None  # None: scaled dot products
     kv_scales: KVScales | None = None
+    value_norm: bool = False  # beside head_norm
 
     @property
     def layer(self) -> LayerSpec:
@@ -121,13 +123,23 @@ class UnitNorm:
     """A head norm whose weight is not 1."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        self.weight = torch.linspace(0.5, 1.5, head_dim, device=device).to(dtype)
+        self.weight: Tensor | None = torch.linspace(0.5, 1.5, head_dim, device=device).to(dtype)
         self.eps = 1e-5
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         squares = hidden.float().square().mean(-1, keepdim=True)
-        normed = hidden.float() * torch.rsqrt(squares + self.eps) * self.weight.float()
+        normed = hidden.float() * torch.rsqrt(squares + self.eps)
+        if self.weight is not None:
+            normed = normed * self.weight.float()
         return normed.to(hidden.dtype), hidden
+
+
+class UnscaledNorm(UnitNorm):
+    """A head norm without a weight, as values have it; its epsilon shows."""
+
+    def __init__(self) -> None:
+        self.weight = None
+        self.eps = 0.3
 
 
 class Bench:
@@ -166,7 +178,8 @@ class Bench:
         if case.rotary_dim is not None:
             self.rotary = rotary_table(case.rotary_dim, device, case.interleaved)
         norm = UnitNorm(case.head_dim, case.dtype, device)
-        self.head_norms = (norm, norm) if case.head_norm else None
+        of_values = UnscaledNorm() if case.value_norm else None
+        self.head_norms = HeadNorms(norm, norm, of_values) if case.head_norm else None
 
     def step(
         self, work: Sequence[tuple[int, int]], cascade: Sequence[CascadeSegments | None] = ()

@@ -202,7 +202,8 @@ def attention() -> None:
     plain = Case(
         sequences, head_dim=128, group=4, num_kv_heads=2, rotary_dim=128, dtype=torch.bfloat16
     )
-    cases = [plain, replace(plain, head_dim=256, group=2, head_norm=True, window=100)]
+    normed = replace(plain, head_dim=256, group=2, head_norm=True, window=100)
+    cases = [plain, normed, replace(normed, head_dim=512, rotary_dim=512, value_norm=True)]
     for features in [[each] for each in FEATURES] if has_all else [FEATURES]:
         cases.append(replace(plain, scores=some_scores(plain, *features)))
     for case in cases[: 2 if has_all else 1]:
@@ -301,7 +302,7 @@ def clusters() -> None:
             numbers,
             numbers[0],
             query.flatten(1),
-            HeadChanges(rotary, norm, norm),
+            HeadChanges(rotary, norm, norm, 1e-5 if dim == 256 and norm else None),
             KernelScores(0.1, cap, None, sinks, None),
             config,
             kv_scales,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NO_CHANGES = (None, None, None)  # neither rotary embedding nor norms
-
 
 @dataclass
 class Paged:

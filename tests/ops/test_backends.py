@@ -46,6 +46,7 @@ CASES = [
     Case(MIXED, block_size=16, head_dim=100, group=7, window=33, rotary_dim=40),
     Case(MIXED, block_size=8, head_dim=64, group=1, window=20, num_kv_heads=5),
     Case(MIXED, block_size=16, head_dim=17, group=4, window=1),
+    Case(MIXED, block_size=16, head_dim=40, rotary_dim=40, head_norm=True, value_norm=True),
     Case(((0, 300), (200, 100), (290, 1)), block_size=16, group=2, window=70),
     Case(((0, 300), (256, 257), (1000, 1)), block_size=48, group=8, rotary_dim=64),
 ]

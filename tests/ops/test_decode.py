@@ -8,7 +8,7 @@ import gluon_emulator
 import numpy as np
 import pytest
 import torch
-from paged_cases import BOUND, NO_CHANGES, Paged, attend, distance, make_paged
+from paged_cases import BOUND, Paged, attend, distance, make_paged
 from torch import Tensor
 
 from octavo.ops import ScoreFunction
@@ -90,7 +90,7 @@ def test_decodes(device: torch.device) -> None:
                     torch.from_numpy(items.reshape(-1)).to(device),
                     room,
                     output,
-                    HeadChanges(*NO_CHANGES),
+                    HeadChanges(),
                     KernelScores.of(ScoreFunction(dim**-0.5), device),
                     window,
                     config,
@@ -184,7 +184,7 @@ def test_decodes_in_clusters(device: torch.device, monkeypatch: pytest.MonkeyPat
                 paged.table,
                 torch.from_numpy(items.reshape(-1)).to(device),
                 output,
-                HeadChanges(*NO_CHANGES),
+                HeadChanges(),
                 KernelScores.of(ScoreFunction(dim**-0.5, cap), device),
                 config,
             )
@@ -227,7 +227,7 @@ def test_results_are_rounded_as_a_kernel_of_its_own_does(
             torch.from_numpy(items.reshape(-1)).to(device),
             room,
             output,
-            HeadChanges(*NO_CHANGES),
+            HeadChanges(),
             KernelScores.of(ScoreFunction(dim**-0.5), device),
             None,
             config,

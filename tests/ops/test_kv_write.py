@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import assert_same_e4m3, e4m3_probes
-from paged_cases import NO_CHANGES, make_paged
+from paged_cases import make_paged
 from torch import Tensor
 
 from octavo.ops import KVScales, RotaryTable
@@ -84,28 +84,30 @@ def test_write_kv(device: torch.device, interleaved: bool) -> None:
                 angles = torch.rand(40, rotary_dim // 2, device=device) * 7
                 rotary = RotaryTable(angles.cos(), angles.sin(), interleaved)
             weights = [torch.rand(dim, device=device).to(dtype) + 0.5 if norms else None] * 2
+            ones = torch.ones(dim, device=device).to(dtype) if norms else None
             changes = HeadChanges(
                 rotary,
                 *(None if weight is None else (weight, EPS) for weight in weights),
+                EPS if norms else None,
             )
             before = fused.clone()
             args = (tokens.flatten(), paged.table, paged.layer_cache, changes)
             got = write_kv(query, key, value, *args)
             assert torch.equal(fused, before), "the inputs stay unchanged"
             written = [position >= 0 for _, position in places]
-            if changes.any:
+            if changes.of_query:
                 at = positions[written]
                 assert_changed(got[written], query[written], weights[0], rotary, at)
             else:
                 assert got is query
             for token, (row, position) in enumerate(places):
                 if position < 0:
-                    assert not changes.any or got[token].isnan().all()
+                    assert not changes.of_query or got[token].isnan().all()
                     continue
                 slot = paged.slot(row, position)
                 own = slice(token, token + 1)
                 assert_changed(slot[None, :, 0], key[own], weights[1], rotary, positions[own])
-                assert torch.equal(slot[:, 1], value[token])
+                assert_changed(slot[None, :, 1], value[own], ones, None, positions[own])
             filled = (~paged.layer_cache.isnan()).sum()
             assert filled == sum(written) * kv_heads * 2 * dim, "only these slots are written"
 
@@ -121,7 +123,7 @@ def test_every_number_is_written_as_the_nearest_e4m3(
     cache = torch.zeros(len(x) + 1, 1, 2, 1, 64).to(torch.float8_e4m3fn).to(device)
     table = torch.arange(1, len(x) + 1, dtype=torch.int32, device=device).view(1, -1)
     tokens = torch.stack((torch.zeros(len(x)), torch.arange(len(x))), 1).int().flatten().to(device)
-    changes = HeadChanges(*NO_CHANGES)
+    changes = HeadChanges()
     write_kv(x, x, x, tokens, table, cache, changes, KVScales(scale, scale))
     for side in range(2):
         assert_same_e4m3(cache[1:, :, side, 0], expected)

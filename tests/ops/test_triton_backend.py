@@ -76,6 +76,8 @@ SMALL_CASES = [
     Case(SMALL, 8, 1, 3, 20, window=30, head_norm=True, kv_scales=SCALES),
     Case(SMALL[2:], 48, 1, 1, 17, rotary_dim=8, kv_scales=SCALES),
     Case(SMALL[1:], 16, 2, 2, 16, dtype=torch.bfloat16, kv_scales=SCALES),
+    Case(SMALL, head_dim=20, group=3, rotary_dim=20, head_norm=True, value_norm=True),
+    Case(SMALL, 8, 1, 3, 16, head_norm=True, kv_scales=SCALES, value_norm=True),
 ]
 
 # Mixed batches, then pure ones.
@@ -102,9 +104,15 @@ LARGE_CASES = [
         (48, 2, 4, 100, None, 20, False),
     )
 ]
+LARGE_CASES += [  # of Gemma 4: heads of both kinds of layers
+    Case(sequences, 16, 2, 4, dim, window, dtype, dim, True, value_norm=True)
+    for sequences in LARGE
+    for dtype in (torch.bfloat16, torch.float32)
+    for dim, window in ((256, 512), (512, None))
+]
 # Without rotary embedding, whose roundings differ: cached elements would, too.
 FP8_CASES = [
-    replace(case, rotary_dim=None, head_norm=False, kv_scales=SCALES)
+    replace(case, rotary_dim=None, head_norm=False, value_norm=False, kv_scales=SCALES)
     for case in LARGE_CASES
     if case.dtype != torch.float16
 ]
@@ -138,6 +146,7 @@ CLUSTER_CASES = [
     Case(FEW, 8, 2, 7, 64, window=30, rotary_dim=24, interleaved=True),
     Case(FEW, 48, 1, 3, 128, rotary_dim=32, head_norm=True),
     Case(((170, 1), (40, 1)), 16, 2, 1, 128),
+    Case(((210, 1), (0, 1)), 16, 2, 4, 128, rotary_dim=128, head_norm=True, value_norm=True),
     # A key that is rounded to bfloat16 in another way may be the next e4m3 number: unchanged ones.
     Case(((210, 1), (3, 1)), 16, 2, 4, 128, kv_scales=SCALES),
     Case(((90, 1), (0, 1)), 8, 1, 2, 256, window=70, kv_scales=SCALES),

@@ -58,7 +58,7 @@ from octavo.models.decoder import Decoder, DecoderLayer, Stack
 from octavo.ops import (
     AttentionBatch,
     EncodedInputs,
-    HeadNorm,
+    HeadNorms,
     LayerPlace,
     cached_dtype,
     load_backend,
@@ -342,7 +342,7 @@ class NoisyAttention:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
         """See AttentionBackend.forward."""
         query, key, value = (self._noisy(each) for each in (query, key, value))

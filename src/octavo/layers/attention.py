@@ -20,7 +20,7 @@ from octavo.layers.config import (
 )
 from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
-from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
+from octavo.ops import AttentionBackend, HeadNorms, LayerSpec, RotaryTable, ScoreFunction
 from octavo.ops.base import RoundingBackend
 from octavo.ops.communicator import Communicator
 from octavo.ops.linear import LinearInput, MaybeRounded
@@ -136,9 +136,10 @@ class Attention(nn.Module):
         self.rotary = rotary
         self._query_scale = query_scale
         self.qkv = make_linear(config.qkv)
-        self.head_norms: tuple[Norm, Norm] | None = None  # which the backend applies
+        self.head_norms: HeadNorms | None = None  # which the backend applies
         self._own_norms: tuple[Norm, Norm] | None = None
         self._sharded_norms: tuple[ShardedRMSNorm, ShardedRMSNorm] | None = None
+        self.value_norm = None if config.value_norm is None else make_norm(config.value_norm)
         if config.query_key_norms is not None:
             self._make_norms(*config.query_key_norms, config, communicator.shard.size)
         self.output = make_linear(config.output)
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = norms = make_norm(query), make_norm(key)
         # Backends have RMS norms of heads, with a scale.
         if query.size == config.head_dim and query.kind == "rms" and query.affine:
-            self.head_norms = norms
+            self.head_norms = HeadNorms(*norms, self.value_norm)
         else:
             self._own_norms = norms
 

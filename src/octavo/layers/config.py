@@ -241,6 +241,7 @@ class AttentionConfig:
     # all key heads together, whatever the size that the description of this one has.
     head_norm: NormConfig | None = None
     width_norm: NormConfig | None = None
+    value_norm: NormConfig | None = None  # of each value head, beside a head_norm
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
@@ -328,6 +329,7 @@ class AttentionConfig:
     @property
     def num_parameters(self) -> int:
         norms = sum(norm.num_parameters for norm in self.query_key_norms or ())
+        norms += 0 if self.value_norm is None else self.value_norm.num_parameters
         sinks = self.num_heads if self.sinks else 0
         return self.qkv.num_parameters + self.output.num_parameters + norms + sinks
 

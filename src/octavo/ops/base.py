@@ -229,11 +229,25 @@ class RotaryTable:
 class HeadNorm(Protocol):
     """An RMS norm over each head's elements, before the rotary embedding (Qwen3)."""
 
-    weight: Any  # Tensor [head_dim]
+    weight: Any  # Tensor [head_dim]; None: without a scale, as norms of values are
     eps: float
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of hidden [num_tokens, heads, head_dim], hidden)."""
+
+
+class HeadNorms(NamedTuple):
+    """The norms of a layer's heads, as a backend applies them."""
+
+    query: HeadNorm
+    key: HeadNorm
+    value: HeadNorm | None = None
+
+    def apply(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three, normalised: for backends whose kernels do not."""
+        if self.value is not None:
+            value = self.value.forward(value)[0]
+        return self.query.forward(query)[0], self.key.forward(key)[0], value
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -437,14 +451,14 @@ class AttentionBackend(Protocol):
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Normalise and rotate query and key, write key and value to the slots, attend.
+        """Normalise heads, rotate query and key, write key and value to the slots, attend.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim],
         in the model's dtype; heads and elements are dense, tokens may be strided (views of one
-        fused projection). head_norms: of query and key. Returns [num_tokens, num_heads * head_dim];
-        the inputs stay unchanged.
+        fused projection). Key and value may be one tensor, whose norms differ. Returns
+        [num_tokens, num_heads * head_dim]; the inputs stay unchanged.
         """
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -511,7 +525,7 @@ class RoundingBackend(Protocol):
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None,
+        head_norms: HeadNorms | None,
         rounding: Rounding,
     ) -> RoundedInputs:
         """As AttentionBackend.forward, with the results rounded: exactly what rounding them in the

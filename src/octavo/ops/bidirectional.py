@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.base import HeadNorm, LayerSpec, RelativeBias, RotaryTable
+from octavo.ops.base import HeadNorms, LayerSpec, RelativeBias, RotaryTable
 
 
 class BidirectionalAttention:
@@ -43,7 +43,7 @@ class BidirectionalAttention:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
         """See AttentionBackend.forward."""
         assert rotary is None, "no encoder that is served has it"

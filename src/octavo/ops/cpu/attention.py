@@ -31,7 +31,7 @@ from octavo.ops.base import (
     LOG2_E,
     AttentionBatch,
     EncodedInputs,
-    HeadNorm,
+    HeadNorms,
     KVScales,
     LayerPlace,
     LayerSpec,
@@ -147,10 +147,10 @@ class CpuBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
         if head_norms is not None:
-            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
+            query, key, value = head_norms.apply(query, key, value)
         self._check_heads(query, key, value)
         row = self._row[layer_id]
         step = self._steps[row : row + 1]

@@ -31,7 +31,7 @@ from octavo.ops.base import (
     CascadeSegments,
     DecodeItems,
     EncodedInputs,
-    HeadNorm,
+    HeadNorms,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -472,7 +472,7 @@ class TritonBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
         rounded: RoundedInputs | None = None,
         rounding: Rounding = Rounding.NONE,
     ) -> Tensor:
@@ -594,7 +594,7 @@ class TritonBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None,
+        head_norms: HeadNorms | None,
         rounding: Rounding,
     ) -> RoundedInputs:
         size = query.shape[1] * query.shape[2]
@@ -702,14 +702,16 @@ def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
     )
 
 
-def _changes(
-    rotary: RotaryTable | None, head_norms: tuple[HeadNorm, HeadNorm] | None
-) -> HeadChanges:
-    query_norm, key_norm = head_norms or (None, None)
+def _changes(rotary: RotaryTable | None, head_norms: HeadNorms | None) -> HeadChanges:
+    if head_norms is None:
+        return HeadChanges(rotary)
+    query, key, value = head_norms
+    assert value is None or value.weight is None, "kernels have no scale of values"
     return HeadChanges(
-        rotary=rotary,
-        query_norm=None if query_norm is None else (query_norm.weight, query_norm.eps),
-        key_norm=None if key_norm is None else (key_norm.weight, key_norm.eps),
+        rotary,
+        (query.weight, query.eps),
+        (key.weight, key.eps),
+        None if value is None else value.eps,
     )
 
 

@@ -121,7 +121,13 @@ from octavo.ops.cuda.pdl import (
     wait_previous,
 )
 from octavo.ops.cuda.quantize import store_rounded
-from octavo.ops.cuda.rotary import change_heads, load_angles, load_weights, read_heads
+from octavo.ops.cuda.rotary import (
+    change_heads,
+    load_angles,
+    load_weights,
+    normed_values,
+    read_heads,
+)
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 from octavo.ops.quantized import RoundedInputs, Rounding
 
@@ -458,6 +464,7 @@ def _decode_kernel(
     key_weight,
     query_eps,
     key_eps,
+    value_eps,
     query_stride,
     kv_stride,
     table_stride,
@@ -592,7 +599,7 @@ def _decode_kernel(
             slot = new_block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
             # Attended to as it is cached: the result is that of any later query.
             new_key = stored(new_key, key_inverse)
-            new_value = stored(v_new, value_inverse)
+            new_value = stored(normed_values(v_new, value_eps, HEAD_DIM), value_inverse)
             places = tl.zeros_like(row)[:, None] + dim[None, :]
             in_first = (row[:, None] < 1) & (dim[None, :] < HEAD_DIM)
             tl.store(keys + slot + places, new_key, mask=in_first)
@@ -776,6 +783,7 @@ def decode_attention(
         scratch.sizes,
         *((output, None) if isinstance(output, Tensor) else output[:2]),
         *changes.arguments(query),
+        changes.value_eps,
         query.stride(0),
         key.stride(0),
         table.stride(0),

@@ -282,6 +282,7 @@ def _cluster_kernel(
     key_weight,
     query_eps,
     key_eps,
+    value_eps,
     query_stride,
     kv_stride,
     table_stride,
@@ -411,6 +412,11 @@ def _cluster_kernel(
             y = _read_heads(query, key, row, partner, queries, new_key, HEAD_DIM)
         new = has_new & (sum_dim >= 0)
         new_value = gl.load(value + sum_dim, mask=new, other=0.0, volatile=True)
+        if value_eps is not None:  # once more, in the layout of queries, whose sums are of a warp
+            same = gl.load(value + dim, mask=has_new & (dim >= 0), other=0.0, volatile=True)
+            wide_value = same.to(gl.float32)
+            value_factor = gl.rsqrt(gl.sum(wide_value * wide_value, 0) / HEAD_DIM + value_eps)
+            new_value = (new_value.to(gl.float32) * value_factor).to(DTYPE)
         if HAS_NORM:
             wide = x.to(gl.float32)
             factor = gl.rsqrt(gl.sum(wide * wide, 1)[:, None] / HEAD_DIM + eps)
@@ -620,6 +626,7 @@ def attend_in_clusters(
         items,
         output,
         *changes.arguments(query),
+        changes.value_eps,
         query.stride(0),
         key.stride(0),
         table.stride(0),

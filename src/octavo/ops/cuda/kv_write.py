@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.ops.base import KVScales, RotaryTable
 from octavo.ops.cuda.paged import scale_arguments, stored
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.cuda.rotary import load_heads
+from octavo.ops.cuda.rotary import load_heads, normed_values
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 _HEADS_TILE = 8  # heads per program
@@ -23,14 +23,16 @@ _HEADS_TILE = 8  # heads per program
 
 @dataclass(frozen=True, slots=True)
 class HeadChanges:
-    """Head norms and rotary embedding of query and key; None: not applied."""
+    """Norms of heads, and rotary embedding of query and key; None: not applied."""
 
-    rotary: RotaryTable | None
-    query_norm: tuple[Tensor, float] | None  # weight [head_dim] and eps of an RMS norm
-    key_norm: tuple[Tensor, float] | None
+    rotary: RotaryTable | None = None
+    query_norm: tuple[Tensor, float] | None = None  # weight [head_dim] and eps of an RMS norm
+    key_norm: tuple[Tensor, float] | None = None
+    value_eps: float | None = None  # of an RMS norm without a scale
 
     @property
-    def any(self) -> bool:
+    def of_query(self) -> bool:
+        """Whether there are any of the query."""
         return self.rotary is not None or self.query_norm is not None
 
     @property
@@ -42,7 +44,7 @@ class HeadChanges:
         return self.rotary is not None and self.rotary.interleaved
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
-        """cos, sin, both weights and both eps as a kernel takes them."""
+        """cos, sin, and of queries and keys both weights and both eps as a kernel takes them."""
         rotary = self.rotary
         cos, sin = (unused, unused) if rotary is None else (rotary.cos, rotary.sin)
         query_weight, query_eps = self.query_norm or (unused, 0.0)
@@ -65,6 +67,7 @@ def _write_kernel(
     key_weight,
     query_eps,
     key_eps,
+    value_eps,
     key_inverse,  # these two: KVScales
     value_inverse,
     query_stride,
@@ -109,8 +112,11 @@ def _write_kernel(
                 key_weight, key_eps, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             v = tl.load(
-                value + token * kv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=inside
+                value + token * kv_stride + head[:, None] * HEAD_DIM + dim[None, :],
+                mask=inside,
+                other=0.0,
             )
+            v = normed_values(v, value_eps, HEAD_DIM)
             block = tl.load(table + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
             slot = cache + block * block_stride + position % BLOCK_SIZE * HEAD_DIM
             key_place = slot + head[:, None] * (2 * BLOCK_SIZE * HEAD_DIM) + dim[None, :]
@@ -146,8 +152,8 @@ def write_kv(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
-    rotated = query.new_empty(query.shape) if changes.any else query
-    query_parts = -(-num_heads // _HEADS_TILE) if changes.any else 0
+    rotated = query.new_empty(query.shape) if changes.of_query else query
+    query_parts = -(-num_heads // _HEADS_TILE) if changes.of_query else 0
     kv_parts = -(-num_kv_heads // _HEADS_TILE)
     _write_kernel[(num_tokens, query_parts + kv_parts)](
         query,
@@ -158,6 +164,7 @@ def write_kv(
         table,
         tokens,
         *changes.arguments(query),
+        changes.value_eps,
         *scale_arguments(kv_scales)[:2],
         query.stride(0),
         key.stride(0),

@@ -1,4 +1,4 @@
-"""Head norm and rotary embedding of a few heads, inside other kernels.
+"""Head norms and rotary embedding of a few heads, inside other kernels.
 
 Reference: RMSNorm and RotaryTable in PyTorch.
 """
@@ -195,3 +195,14 @@ def change_heads(
         s = tl.where(first_of_pair[None, :], -s, s)
         x = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(dtype)
     return x
+
+
+@triton.jit
+def normed_values(v, eps, HEAD_DIM: tl.constexpr):
+    """Heads of values [rows, DIM_PAD], 0 beyond HEAD_DIM, by their RMS norm without a scale; as
+    they are where eps is None."""
+    if eps is not None:
+        wide = v.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
+        v = (wide * factor[:, None]).to(v.dtype)
+    return v

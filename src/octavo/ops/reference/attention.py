@@ -12,7 +12,7 @@ from octavo.ops.base import (
     FP8_KV_CACHE,
     AttentionBatch,
     EncodedInputs,
-    HeadNorm,
+    HeadNorms,
     KVScales,
     LayerPlace,
     LayerSpec,
@@ -59,13 +59,13 @@ class ReferenceBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
-        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> Tensor:
         batch = self._batch
         assert batch is not None, "plan() comes before forward()"
         layer, group, _ = self._layers[layer_id]
         if head_norms is not None:
-            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
+            query, key, value = head_norms.apply(query, key, value)
         if rotary is not None:
             positions = batch.positions.to(query.device)
             query, key = rotary.apply(query, positions), rotary.apply(key, positions)
