@@ -15,7 +15,15 @@ from octavo.layers.config import LinearConfig, NormConfig, NormKind
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import PlainLinear
 from octavo.layers.mlp import GATED_EPILOGUES, PLAIN_EPILOGUES
-from octavo.layers.norm import LayerNorm, RMSNorm, add_partial, make_norm
+from octavo.layers.norm import (
+    Joining,
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    StreamScale,
+    add_partial,
+    make_norm,
+)
 from octavo.models.families.common import GATED_ACTIVATIONS as GATED_NAMES
 from octavo.models.families.common import PLAIN_ACTIVATIONS as PLAIN_NAMES
 from octavo.ops.cpu import row_ops
@@ -121,7 +129,7 @@ def test_norms_of_branches_and_of_parallel_blocks(kind: NormKind, dtype: torch.d
     x, y, residual = torch.randn(3, 5, 48).to(dtype)
 
     total = (x.float() + y.float() + residual.float()).to(dtype)
-    normed, twin, summed = first.forward_twice((x, y), residual.clone(), second)
+    (normed, twin), summed = first.forward_each((x, y), residual.clone(), second)
     close(summed, total)
     close(normed, first.forward(total)[0])
     close(twin, second.forward(total)[0])
@@ -132,12 +140,38 @@ def test_norms_of_branches_and_of_parallel_blocks(kind: NormKind, dtype: torch.d
     branch = third.forward(x.float())[0] if dtype == torch.float32 else third.forward(x)[0]
     total = (branch.float() + residual.float()).to(dtype)
     close(third.add_normed(x, residual.clone()), total)
-    first.follow(third)
+    first.follow(Joining(third))
     assert len(list(first.modules())) == 1
     normed, summed = first.forward(x, residual.clone())
     close(summed, total)
     close(normed, first.forward(total)[0])  # what comes first of all has no residual and no norm
     close(add_partial(residual.clone(), (x, y)), residual + x + y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_results_are_normed_apart_and_join_a_stream_that_is_scaled(dtype: torch.dtype) -> None:
+    norm, *others = (make_norm(NormConfig("rms", 48, 1e-5)).to(dtype) for _ in range(4))
+    for each in (norm, *others):
+        for parameter in each.parameters():
+            parameter.normal_()
+    scale = StreamScale()
+    scale.weight.fill_(-0.5)
+    scale.finalize()
+    assert not list(scale.parameters()), "it is none of transformers', either"
+    x, y, residual = torch.randn(3, 5, 48).to(dtype)
+    of_sum, *of_each = others
+
+    def normed(norm: Norm, x: Tensor) -> Tensor:
+        return norm.float().forward(x.float())[0]
+
+    joining = Joining(of_sum, (of_each[0], of_each[1]), scale)
+    norm.follow(joining)
+    results = norm.forward((x, y), residual.clone()), joining.add((x, y), residual.clone())
+    both = normed(of_each[0], x) + normed(of_each[1], y)
+    total = ((residual.float() + normed(of_sum, both)) * -0.5).to(dtype)
+    close(results[0][1], total)
+    close(results[1], total)
+    close(results[0][0], normed(norm, total).to(dtype))
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES)

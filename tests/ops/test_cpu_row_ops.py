@@ -74,12 +74,18 @@ def test_forms_of_norms(
         return F.layer_norm(x.float(), (100,), weight, bias, EPS)
 
     x, second, given = torch.randn(3, num_tokens, 100).to(dtype)
+    third = Affine(torch.randn(100), None if is_rms else torch.randn(100))
     for takes_second, takes_branch in ((True, False), (False, True), (False, False)):
         addend = x.float() + (second.float() if takes_second else 0)
         if takes_branch:
             addend = plain(x, Affine(branch))
-        total = (given.float() + addend).to(dtype)
-        for affines in ([affine, twin], [affine], [] if takes_branch else [affine]):
+        for factor, affines in (
+            (1.0, [affine, twin]),
+            (-0.7, [affine]),
+            (1.5, [] if takes_branch else [affine]),
+            (0.9, [affine, twin, third]),
+        ):
+            total = ((given.float() + addend) * factor).to(dtype)
             residual = given.clone()
             results = row_ops.norm(
                 x,
@@ -89,7 +95,8 @@ def test_forms_of_norms(
                 is_rms,
                 second=second if takes_second else None,
                 branch=Affine(branch) if takes_branch else None,
-                twin=affines[1] if len(affines) > 1 else None,
+                factor=factor,
+                twins=affines[1:],
             )
             assert [result.dtype for result in results] == [dtype] * len(affines)
             torch.testing.assert_close(residual.float(), total.float(), **close)

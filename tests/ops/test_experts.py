@@ -19,7 +19,7 @@ from octavo.layers.base import WeightOwner
 from octavo.layers.config import ExpertsConfig, MLPConfig, NormConfig
 from octavo.layers.experts import MixtureOfExperts
 from octavo.layers.mlp import DenseMLP
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import Joining, RMSNorm
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
 from octavo.ops.cuda import (
@@ -395,7 +395,7 @@ def test_a_norm_is_left_to_a_router(monkeypatch: pytest.MonkeyPatch, has_shared:
         assert is_deferred
         torch.testing.assert_close(got, wanted[:7], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(stream, total[:7])
-    norm.follow(norm)
+    norm.follow(Joining(norm))
     assert isinstance(norm.forward_for(block, parts[0, :7], residual[:7].clone())[0], Tensor)
 
 
@@ -1088,7 +1088,7 @@ def test_a_norm_is_left_to_experts_that_route(monkeypatch: pytest.MonkeyPatch) -
     block.shared = DenseMLP(shared)
     assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
     block.shared = None
-    norm.follow(norm)
+    norm.follow(Joining(norm))
     assert isinstance(norm.forward_for(block, x[:1], residual[:1].clone())[0], Tensor)
 
 

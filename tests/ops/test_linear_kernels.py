@@ -17,7 +17,7 @@ from octavo.layers import linear as layers_linear
 from octavo.layers import norm as layers_norm
 from octavo.layers.config import MLPConfig, NormConfig
 from octavo.layers.mlp import DenseMLP
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.norm import Joining, LayerNorm, RMSNorm
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda import linear_ring as cuda_ring
 from octavo.ops.cuda import norm as cuda_norm
@@ -177,7 +177,7 @@ def test_the_projection_that_reads_one_token_norms_it(
             )
         module.finalize()
     if follows:
-        norm.follow(branch_norm)
+        norm.follow(Joining(branch_norm))
     x, residual, _ = operands(1, 1, 96, torch.float32, device)
     for before in (None, residual):
         normed, total = norm.forward(x, None if before is None else before.clone())

@@ -101,6 +101,8 @@ FORMS = {
     "twin": {"second", "twin"},
     "branch": {"branch"},
     "branch alone": {"branch", "alone"},
+    "both": {"second", "both", "branch", "factor", "twin", "third"},
+    "both alone": {"second", "both", "alone"},
 }
 
 
@@ -112,7 +114,7 @@ def test_forms(device: torch.device, form: str, is_rms: bool, splits: tuple[int,
     parts = FORMS[form]
     for num_rows, size in SIZES[device.type]:
         for dtype in DTYPES[device.type]:
-            scales = torch.randn(3, size, device=device)  # float32, whatever the rows are
+            scales = torch.randn(6, size, device=device)  # float32, whatever the rows are
             shifts = [None, None] if is_rms else list(torch.randn(2, size, device=device))
             affine, twin = (Affine(scales[i], shifts[i]) for i in range(2))
             x, second = (
@@ -124,13 +126,23 @@ def test_forms(device: torch.device, form: str, is_rms: bool, splits: tuple[int,
             residual = torch.randn(num_rows, size, device=device).to(dtype)
             total = residual.float()
             addend = x.sum(0) if splits[0] > 1 else x.float()
+            other = second.sum(0) if splits[1] > 1 else second.float()
+            both = tuple(map(Affine, scales[3:5])) if "both" in parts else None
+            if both is not None:
+                addend, other = (
+                    plain(each, one, is_rms)
+                    for each, one in zip((addend, other), both, strict=True)
+                )
             if "second" in parts:
-                addend = addend + (second.sum(0) if splits[1] > 1 else second.float())
+                addend = addend + other
             if "branch" in parts:
                 total = total + plain(addend, Affine(scales[2]), is_rms)
             else:
                 total = total + addend
-            total = total.to(dtype)
+            factor = -0.6 if "factor" in parts else 1.0
+            total = (total * factor).to(dtype)
+            twins = [twin] if "twin" in parts else []
+            twins += [Affine(scales[5])] if "third" in parts else []
             results = norm(
                 x,
                 None if "alone" in parts else affine,
@@ -139,13 +151,15 @@ def test_forms(device: torch.device, form: str, is_rms: bool, splits: tuple[int,
                 is_rms,
                 second=second if "second" in parts else None,
                 branch=Affine(scales[2]) if "branch" in parts else None,
-                twin=twin if "twin" in parts else None,
+                branches=both,
+                factor=factor,
+                twins=twins,
             )
             tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
             if dtype != torch.float32:
                 tolerance = {"rtol": 2e-2, "atol": 4e-2}
             torch.testing.assert_close(residual.float(), total.float(), **tolerance)
-            wanted = [] if "alone" in parts else [affine, *([twin] if "twin" in parts else [])]
+            wanted = [] if "alone" in parts else [affine, *twins]
             assert len(results) == len(wanted)
             for result, each in zip(results, wanted, strict=True):
                 assert result.dtype == dtype

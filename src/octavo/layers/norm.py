@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Norm(WeightOwner):
         has_bias = config.affine and config.bias and not self.is_rms
         self.weight = _parameter(config.size) if config.affine else None
         self.bias = _parameter(config.size) if has_bias else None
-        self._branch_norm: tuple[Norm, ...] = ()
+        self._joining: Joining | None = None
         self._loaded: Tensor | None = None  # the scale without offset, of fewer bytes
 
     def finalize(self) -> None:
@@ -87,9 +87,9 @@ class Norm(WeightOwner):
         """
         return Affine(self.weight, self.bias)
 
-    def follow(self, branch_norm: Norm) -> None:
-        """Apply `branch_norm`, which another module owns, to what is added to the residual."""
-        self._branch_norm = (branch_norm,)  # in a tuple, so that it is not a submodule
+    def follow(self, joining: Joining) -> None:
+        """What is added to the residual joins it so, by modules that another one owns."""
+        self._joining = joining
 
     def forward(self, hidden: Branches, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
@@ -121,25 +121,15 @@ class Norm(WeightOwner):
         (values, scales), residual = self._normalise(hidden, residual, rounding=rounding)
         return RoundedInputs(values, scales, rounding.group), residual
 
-    def forward_twice(
-        self, hidden: Branches, residual: Tensor | None, twin: Norm
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `forward`, with twin's norm of the same sum as the second of three results."""
-        results, residual = self._normalise(hidden, residual, twin.affine)
-        return results[0], results[1], residual
+    def forward_each(
+        self, hidden: Branches, residual: Tensor | None, *twins: Norm
+    ) -> tuple[list[Tensor], Tensor]:
+        """As `forward`, with this norm's and the twins' results of the same sum."""
+        return self._normalise(hidden, residual, [each.affine for each in twins])
 
     def add_normed(self, branch: Tensor, residual: Tensor) -> Tensor:
         """residual + norm(branch), written into residual; branch as in `Branches`."""
-        _norm_on(residual)(
-            branch,
-            None,
-            self.eps,
-            residual,
-            self.is_rms,
-            branch=self.affine,
-            reduction=self.reduction,
-        )
-        return residual
+        return Joining(self).add(branch, residual)
 
     def _deferred(
         self, hidden: Branches, residual: Tensor | None, entry: Entry
@@ -147,8 +137,10 @@ class Norm(WeightOwner):
         """What `entry` needs to do what `_normalise` does; None: it is not to do that."""
         if not isinstance(hidden, Tensor) or not self._is_deferrable:
             return None
-        branch = None if residual is None else self._branch_norm
-        if not entry.norms_inputs(hidden.shape[-2], bool(branch), is_partial=hidden.dim() > 2):
+        branch = None if residual is None or self._joining is None else self._joining.norm
+        if not entry.norms_inputs(
+            hidden.shape[-2], branch is not None, is_partial=hidden.dim() > 2
+        ):
             return None
         assert self._loaded is not None
         return DeferredNorm(
@@ -158,14 +150,16 @@ class Norm(WeightOwner):
             self.config.offset,
             residual,
             None if residual is None else torch.empty_like(residual),
-            branch[0]._loaded if branch else None,
+            None if branch is None else branch._loaded,
         )
 
     @cached_property
     def _is_deferrable(self) -> bool:
         """Whether DeferredNorm has words for what this norm does; asked for after `finalize`."""
-        norms = (self, *self._branch_norm)
+        joining = self._joining
+        norms = (self,) if joining is None else (self, joining.norm)
         is_plain = self.is_rms and self.reduction is None
+        is_plain = is_plain and (joining is None or joining == Joining(joining.norm))
         return is_plain and all(
             each._loaded is not None and each.config.offset == self.config.offset for each in norms
         )
@@ -174,13 +168,13 @@ class Norm(WeightOwner):
         self,
         hidden: Branches,
         residual: Tensor | None,
-        twin: Affine | None = None,
+        twins: Sequence[Affine] = (),
         rounding: Rounding = Rounding.NONE,
     ) -> tuple[list[Tensor], Tensor]:
         first, second = hidden if isinstance(hidden, tuple) else (hidden, None)
-        branch = None
-        if self._branch_norm and residual is not None:
-            branch = self._branch_norm[0].affine
+        joins: dict[str, Any] = {}
+        if self._joining is not None and residual is not None:
+            joins = self._joining.options
         if self.reduction is not None and residual is None:
             residual = torch.zeros_like(first)  # where the sum over the ranks is kept
         results = _norm_on(first)(
@@ -190,12 +184,67 @@ class Norm(WeightOwner):
             residual,
             self.is_rms,
             second=second,
-            branch=branch,
-            twin=twin,
+            **joins,
+            twins=twins,
             reduction=self.reduction,
             rounding=rounding,
         )
         return results, first if residual is None else residual
+
+
+class StreamScale(WeightOwner):
+    """Owns a number that the residual stream is multiplied by; no parameter, as in transformers."""
+
+    weight: Tensor
+    factor: float
+    """The number, on the host; known from `finalize` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(1, dtype=torch.float32))
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets; the name is the tensor's own."""
+        (name,) = names
+        return {name: WeightTarget.whole(self.weight)}
+
+    def finalize(self) -> None:
+        """See WeightOwner.finalize."""
+        self.factor = float(self.weight)
+
+
+class Joining(NamedTuple):
+    """How a block's result is added to the residual stream; the modules are owned by another."""
+
+    norm: Norm  # of the result
+    norms: tuple[Norm, Norm] | None = None  # of each of two results, before they are added up
+    scale: StreamScale | None = None  # of the sum
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of norms (ops/norm.py) that say so; asked for after `finalize`."""
+        return {
+            "branch": self.norm.affine,
+            "branches": self.norms and tuple(each.affine for each in self.norms),
+            "factor": 1.0 if self.scale is None else self.scale.factor,
+        }
+
+    def add(self, branch: Branches, residual: Tensor) -> Tensor:
+        """The stream with a block's result, written into residual. The norm's Reduction is that of
+        the result."""
+        norm = self.norm
+        first, second = branch if isinstance(branch, tuple) else (branch, None)
+        _norm_on(residual)(
+            first,
+            None,
+            norm.eps,
+            residual,
+            norm.is_rms,
+            second=second,
+            **self.options,
+            reduction=norm.reduction,
+        )
+        return residual
 
 
 def _norm_on(x: Tensor) -> Callable[..., list[Tensor]]:
@@ -211,6 +260,16 @@ class RMSNorm(Norm):
     """A root-mean-square norm (arXiv:1910.07467) with a scale."""
 
     is_rms = True
+
+
+class RouterNorm(RMSNorm):
+    """An RMS norm of a router's inputs, whose scale has the name of a tensor."""
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets."""
+        (name,) = names
+        assert self.weight is not None
+        return {name: WeightTarget.whole(self.weight)}
 
 
 class ShardedRMSNorm(RMSNorm):

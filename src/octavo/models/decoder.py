@@ -20,7 +20,7 @@ from octavo.layers.config import QueryScaleConfig
 from octavo.layers.embedding import Embedding, LMHead, make_positions
 from octavo.layers.experts import Router, make_mlp
 from octavo.layers.linear import make_linear
-from octavo.layers.norm import Branches, Norm, add_partial, make_norm
+from octavo.layers.norm import Branches, Joining, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription, NormPlacement
@@ -48,8 +48,9 @@ class DecoderLayer(nn.Module):
     adds up the partial sums of all ranks."""
 
     mlp_norm: Norm
-    branch_norm: Norm | None
-    """Normalises the layer's result; it is applied by the norm that follows."""
+    joining: Joining | None
+    """How the layer's result is added to the residual stream by the norm that follows; None: as it
+    is."""
 
     def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class DecoderLayer(nn.Module):
             for each in (self.attention.qkv, self.attention.output, *self.mlp.projections):
                 each.is_chained = True
         self.attention.qkv.follows_experts = config.queries_follow_experts
-        self.branch_norm = None
+        self.joining = None
 
     @staticmethod
     def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
@@ -156,8 +157,9 @@ class AroundNormLayer(PreNormLayer):
     def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
         super().__init__(config, layer_id, context)
         self.attention_branch_norm = make_norm(config.norm)
-        self.mlp_norm.follow(self.attention_branch_norm)
+        self.mlp_norm.follow(Joining(self.attention_branch_norm))
         self.branch_norm = make_norm(config.norm)
+        self.joining = Joining(self.branch_norm)
 
 
 class NormAfterLayer(DecoderLayer):
@@ -259,7 +261,10 @@ class TwinNormLayer(ParallelLayer):
     def _normalise(
         self, hidden: Branches, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attention_norm.forward_twice(hidden, residual, self.mlp_norm)
+        (first, second), residual = self.attention_norm.forward_each(
+            hidden, residual, self.mlp_norm
+        )
+        return first, second, residual
 
 
 class CrossLayer(DecoderLayer):
@@ -370,10 +375,10 @@ class Stack(nn.Module):
             last = Reduction(communicator, layers[-1].reduction_sites(len(layers))[0])
         self.norm = None if norm is None else make_norm(norm, last)
         for layer, following in pairwise([*layers, None]):
-            if layer is not None and layer.branch_norm is not None:
+            if layer is not None and layer.joining is not None:
                 entry = self.norm if following is None else following.attention_norm
                 assert entry is not None, "nothing adds the last layer's result to the residual"
-                entry.follow(layer.branch_norm)
+                entry.follow(layer.joining)
 
     def vectors(self, inputs: Tensor) -> Tensor:
         """The embeddings of `forward`'s inputs: [num_tokens, hidden_size], perhaps partial sums of

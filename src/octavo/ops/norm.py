@@ -5,6 +5,7 @@ The kernels (cpu/row_ops.py, cuda/norm.py) take the same arguments and do it in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from octavo.ops.communicator import Reduction
 from octavo.ops.quantized import Rounding, round_inputs
+
+MAX_TWINS = 2
 
 
 class Affine(NamedTuple):
@@ -52,7 +55,9 @@ def norm(
     *,
     second: Tensor | None = None,
     branch: Affine | None = None,
-    twin: Affine | None = None,
+    branches: tuple[Affine, Affine] | None = None,
+    factor: float = 1.0,
+    twins: Sequence[Affine] = (),
     reduction: Reduction | None = None,
     rounding: Rounding = Rounding.NONE,
 ) -> list[Tensor]:
@@ -66,26 +71,47 @@ def norm(
             itself is normalised.
         is_rms: whether the norms are RMS norms (arXiv:1910.07467), else layer norms.
         second: [num_tokens, size], dense, also added: a parallel block has two results.
-        branch: scale of a norm that is applied to x before it is added; not with `second`.
-        twin: another scale and shift, for a second result.
-        reduction: x + second is this rank's part of a sum over all ranks, which is computed first.
-            Needs a residual, which all ranks have alike.
-        rounding: of the result, for a projection that rounds its inputs; not with `twin`.
+        branch: scale of a norm that is applied to x, or x + second, before it is added; with
+            `second` only beside `branches`.
+        branches: scales of norms that are applied to x and to second before these are added up.
+        factor: what the sum with the residual is multiplied by, in it, too.
+        twins: other scales and shifts, at most MAX_TWINS, for a result of each.
+        reduction: x + second, or with `branches` each of the two, is this rank's part of a sum over
+            all ranks, which is computed first. Needs a residual, which all ranks have alike.
+        rounding: of the result, for a projection that rounds its inputs; not with `twins`.
 
     Returns:
-        The results for `affine` and `twin`, as far as they are given, dense, shaped like x. A
+        The results for `affine` and `twins`, as far as they are given, dense, shaped like x. A
         rounded result is two tensors, those of RoundedInputs: exactly what rounding the result in
         x's dtype gives.
     """
     if reduction is not None:
-        x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
+        x, second = reduced(x, second, branches is not None, reduction)
+    if branches is not None:
+        assert second is not None
+        x, second = (_norm(*each, eps, is_rms) for each in zip((x, second), branches, strict=True))
     if second is not None:
         x = x + second
-    elif branch is not None:
+    if branch is not None:
         x = _norm(x, branch, eps, is_rms)
     total = x if residual is None else residual.add_(x)
-    results = [_norm(total, each, eps, is_rms) for each in (affine, twin) if each is not None]
-    return rounded_results(results, rounding)
+    if factor != 1:
+        total.mul_(factor)
+    affines = [each for each in (affine, *twins) if each is not None]
+    return rounded_results([_norm(total, each, eps, is_rms) for each in affines], rounding)
+
+
+def reduced(
+    x: Tensor, second: Tensor | None, are_apart: bool, reduction: Reduction
+) -> tuple[Tensor, Tensor | None]:
+    """x and second, of shape and dtype alike, summed over the ranks: `are_apart`, or both in x."""
+    communicator = reduction.communicator
+    if second is None:
+        return communicator.all_reduce(x), None
+    if not are_apart:
+        return communicator.all_reduce(x + second), None
+    x, second = communicator.all_reduce(torch.stack((x, second)))
+    return x, second
 
 
 def rounded_results(results: list[Tensor], rounding: Rounding) -> list[Tensor]:

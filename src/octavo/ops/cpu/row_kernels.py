@@ -31,7 +31,7 @@ from octavo.ops.epilogue import Epilogue
 # What a kernel call needs, each an int64; strides are in elements, and 0 is an address of nothing.
 NEXT_ROW, SOURCE, SECOND, RESIDUAL, BRANCH_WEIGHT, WEIGHT, BIAS, OUTPUT = range(8)
 TWIN_WEIGHT, TWIN_BIAS, TWIN_OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(8, 17)
-NUM_ARGS = 17
+FACTOR, NUM_ARGS = 17, 18
 INT8_MAX = np.float32(127.0)
 SMALLEST_ROW = np.float32(1e-30)  # whose reciprocal is finite; smaller numbers become 0
 INFINITY = np.float32(np.inf)
@@ -89,23 +89,26 @@ def _scaled_row(
 
 
 @jit
-def _add(row: Any, second: int, residual: Any, size: int, like: Any) -> None:
+def _add(row: Any, second: int, residual: Any, factor: Any, size: int, like: Any) -> None:
     if second == 0:
         for i in range(size):
-            residual[i] = from_float(to_float(residual[i]) + to_float(row[i]), like)
+            total = (to_float(residual[i]) + to_float(row[i])) * factor
+            residual[i] = from_float(total, like)
     else:
         other = carray(pointer_to(second, like), size)
         for i in range(size):
             total = to_float(residual[i]) + to_float(row[i]) + to_float(other[i])
-            residual[i] = from_float(total, like)
+            residual[i] = from_float(total * factor, like)
 
 
 @jit
-def _add_normed(row: Any, weight: Any, residual: Any, moments: Any, size: int, like: Any) -> None:
+def _add_normed(
+    row: Any, weight: Any, residual: Any, factor: Any, moments: Any, size: int, like: Any
+) -> None:
     mean, inverse = moments
     for i in range(size):
         normed = (to_float(row[i]) - mean) * inverse * to_float(weight[i])
-        residual[i] = from_float(to_float(residual[i]) + normed, like)
+        residual[i] = from_float((to_float(residual[i]) + normed) * factor, like)
 
 
 @jit
@@ -113,10 +116,12 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
     """output = norm(source [tokens, heads, size]); with a residual, that is added to first.
 
     What is added is the source, or the source plus a second one, or the source's own norm. The
-    result can be scaled and shifted in two ways (twin). `wide`: like the weights.
+    sum is multiplied by a factor. The result can be scaled and shifted in two ways (twin). `wide`:
+    like the weights.
     """
     args = carray(pointer_to(address, int64), NUM_ARGS)
     eps = carray(pointer_to(address + 8 * EPS, float32), 1)[0]
+    factor = carray(pointer_to(address + 8 * FACTOR, float32), 1)[0]
     heads, size, itemsize = args[HEADS], args[SIZE], size_of(like)
     num_rows = args[TOKENS] * heads
     begin = fetch_add(address, args[CHUNK])
@@ -130,10 +135,10 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
                 if args[BRANCH_WEIGHT] != 0:
                     branch_weight = carray(pointer_to(args[BRANCH_WEIGHT], wide), size)
                     moments = _moments(row, size, eps, is_rms)
-                    _add_normed(row, branch_weight, residual, moments, size, like)
+                    _add_normed(row, branch_weight, residual, factor, moments, size, like)
                 else:
                     second = 0 if args[SECOND] == 0 else args[SECOND] + offset
-                    _add(row, second, residual, size, like)
+                    _add(row, second, residual, factor, size, like)
                 row = residual
             if args[OUTPUT] != 0:
                 moments = _moments(row, size, eps, is_rms)

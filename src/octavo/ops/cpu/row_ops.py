@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Sequence
 from ctypes import Array, addressof, c_int64
 from functools import cache
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from octavo.ops.quantized import Rounding
 
 CHUNK = 16384  # elements that a thread takes at once
 WORTH_SHARING = 4 * CHUNK  # elements; below this, waking a thread costs more than it saves
-_Args = c_int64 * 17  # ctypes takes a fraction of the time of a numpy array
+_Args = c_int64 * 18  # ctypes takes a fraction of the time of a numpy array
 
 
 def norm(
@@ -40,16 +41,20 @@ def norm(
     *,
     second: Tensor | None = None,
     branch: Affine | None = None,
-    twin: Affine | None = None,
+    branches: tuple[Affine, Affine] | None = None,
+    factor: float = 1.0,
+    twins: Sequence[Affine] = (),
     reduction: Reduction | None = None,
     rounding: Rounding = Rounding.NONE,
 ) -> list[Tensor]:
     """See ops/norm.py. Computed in float32 and rounded once; tokens of x may be strided."""
     if reduction is not None:
-        x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
+        x, second = norms.reduced(x, second, branches is not None, reduction)
     kernel, weight = None, (affine or branch or Affine(None)).weight
     # Layer norms whose rest is one addition stay torch's, which start faster.
-    is_torchs = not is_rms and second is None and branch is None and twin is None
+    is_torchs = not is_rms and second is None and branch is None and not twins
+    # Of scales the kernel has one dtype, and two at most of one sum.
+    is_torchs = is_torchs or branches is not None or len(twins) > 1
     is_dense = residual is None or residual.is_contiguous()
     if weight is not None and not is_torchs and is_dense and _is_plain(x):
         kernel = _norm_kernel(x.dtype, weight.dtype, is_rms)
@@ -58,7 +63,9 @@ def norm(
             *(x, affine, eps, residual, is_rms),
             second=second,
             branch=branch,
-            twin=twin,
+            branches=branches,
+            factor=factor,
+            twins=twins,
             rounding=rounding,
         )
     results = []
@@ -66,7 +73,7 @@ def norm(
     if affine is not None:
         results.append(torch.empty(x.shape, dtype=x.dtype))
         scale, shift, output = _addresses(affine, results[0])
-    if twin is not None:
+    for twin in twins:
         results.append(torch.empty(x.shape, dtype=x.dtype))
         twin_scale, twin_shift, twin_output = _addresses(twin, results[-1])
     tokens, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
@@ -74,7 +81,7 @@ def norm(
         0, x.data_ptr(), 0 if second is None else second.data_ptr(),
         0 if residual is None else residual.data_ptr(), 0 if branch is None else _scale(branch),
         scale, shift, output, twin_scale, twin_shift, twin_output,
-        _bits(eps), tokens, heads, size, x.stride(0), max(1, CHUNK // size),
+        _bits(eps), tokens, heads, size, x.stride(0), max(1, CHUNK // size), _bits(factor),
     )  # fmt: skip
     _run(kernel, args, tokens * heads * size)
     return norms.rounded_results(results, rounding)

@@ -5,6 +5,9 @@ One program per row, one pass over memory; computed in float32 and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +26,7 @@ from octavo.ops.cuda.all_reduce import (
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import empty_inputs, store_rounded
 from octavo.ops.cuda.tile_sizes import power_of_2, registers_for
-from octavo.ops.norm import Affine
+from octavo.ops.norm import MAX_TWINS, Affine, reduced
 from octavo.ops.quantized import Rounding
 
 MAX_SIZE = 32768  # elements per row; one program holds up to half of that in registers alone
@@ -41,7 +44,9 @@ def norm(
     *,
     second: Tensor | None = None,
     branch: Affine | None = None,
-    twin: Affine | None = None,
+    branches: tuple[Affine, Affine] | None = None,
+    factor: float = 1.0,
+    twins: Sequence[Affine] = (),
     reduction: Reduction | None = None,
     rounding: Rounding = Rounding.NONE,
 ) -> list[Tensor]:
@@ -50,11 +55,26 @@ def norm(
     exchange = None
     if reduction is not None:
         assert residual is not None
-        exchange = exchange_for(reduction, len(residual))
-        if exchange is None:
-            total = _complete(x) if second is None else _complete(x) + _complete(second)
-            x, second = reduction.communicator.all_gather(total.to(residual.dtype)), None
-    return _launch(x, affine, eps, residual, is_rms, second, branch, twin, exchange, rounding)
+        if branches is not None:  # an exchange is of one row
+            assert second is not None
+            x, second = (_complete(each).to(residual.dtype) for each in (x, second))
+            x, second = reduced(x, second, True, reduction)
+        else:
+            exchange = exchange_for(reduction, len(residual))
+            if exchange is None:
+                total = _complete(x) if second is None else _complete(x) + _complete(second)
+                x, second = reduction.communicator.all_gather(total.to(residual.dtype)), None
+    form = _Form(branch, branches, factor, twins)
+    return _launch(x, affine, eps, residual, is_rms, second, form, exchange, rounding)
+
+
+class _Form(NamedTuple):
+    """See ops/norm.py."""
+
+    branch: Affine | None
+    branches: tuple[Affine, Affine] | None
+    factor: float
+    twins: Sequence[Affine]
 
 
 def _complete(x: Tensor) -> Tensor:
@@ -69,8 +89,7 @@ def _launch(
     residual: Tensor | None,
     is_rms: bool,
     second: Tensor | None,
-    branch: Affine | None,
-    twin: Affine | None,
+    form: _Form,
     exchange: Exchange | None,
     rounding: Rounding,
 ) -> list[Tensor]:
@@ -87,13 +106,14 @@ def _launch(
     if second is not None:
         assert second.is_contiguous()
         second_splits = second.shape[0] if second.dim() == 3 else 1
-    affines = [each for each in (affine, twin) if each is not None]
+    twins = form.twins
+    affines = [each for each in (affine, *twins) if each is not None]
     num_rows = shape.numel() // size
     if rounding is Rounding.NONE:
         results = [torch.empty(shape, dtype=dtype, device=x.device) for _ in affines]
     else:
         assert affine is not None
-        assert twin is None
+        assert not twins
         assert heads == 1
         results = [*empty_inputs(num_rows, size, rounding, x.device)[:2]]
     if num_rows == 0:
@@ -103,20 +123,24 @@ def _launch(
     all_splits = num_splits + second_splits
     num_warps = _num_warps(block, num_rows, all_splits, exchange is not None)
     weight, bias = affine or Affine(None)
-    twin_weight, twin_bias = twin or Affine(None)
-    branch_weight, branch_bias = branch or Affine(None)
+    branch_weight, branch_bias = form.branch or Affine(None)
+    first_weight, second_weight = (each.weight for each in form.branches or (Affine(None),) * 2)
+    of_twins: list[Tensor | None] = []
+    for twin, result in zip(twins, results[len(results) - len(twins) :], strict=True):
+        of_twins += (*twin, result)
+    of_twins += [None] * (3 * (MAX_TWINS - len(twins)))
     _norm_kernel[(num_rows,)](
         x,
         second,
         residual,
+        first_weight,
+        second_weight,
         branch_weight,
         branch_bias,
         weight,
         bias,
         None if affine is None else results[0],
-        twin_weight,
-        twin_bias,
-        None if twin is None else results[-1],
+        *of_twins,
         None if rounding is Rounding.NONE else results[1],
         None if exchange is None else exchange.peers,
         x.stride(0) if num_splits > 1 else 0,
@@ -128,12 +152,14 @@ def _launch(
         size,
         0 if rounding is Rounding.NONE else results[1].stride(0),
         eps,
+        form.factor,
         BLOCK=block,
         IS_RMS=is_rms,
         ADDS=residual is not None,
         SPLITS=num_splits,
         SECOND_SPLITS=second_splits,
-        NORMS_BRANCH=branch is not None,
+        NORMS_BRANCH=form.branch is not None,
+        NORMS_BOTH=form.branches is not None,
         RANK=0 if exchange is None else exchange.rank,
         RANKS=1 if exchange is None else exchange.size,
         TWO_SHOT=exchange is not None and exchange.two_shot,
@@ -243,6 +269,8 @@ def _norm_kernel(
     x,
     second,
     residual,
+    first_weight,
+    second_weight,
     branch_weight,
     branch_bias,
     weight,
@@ -251,6 +279,9 @@ def _norm_kernel(
     twin_weight,
     twin_bias,
     twin_out,
+    third_weight,
+    third_bias,
+    third_out,
     scales,
     peers,
     split_stride,
@@ -262,12 +293,14 @@ def _norm_kernel(
     size,
     scale_stride,
     eps,
+    factor,
     BLOCK: tl.constexpr,
     IS_RMS: tl.constexpr,
     ADDS: tl.constexpr,
     SPLITS: tl.constexpr,
     SECOND_SPLITS: tl.constexpr,
     NORMS_BRANCH: tl.constexpr,
+    NORMS_BOTH: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     TWO_SHOT: tl.constexpr,
@@ -291,6 +324,9 @@ def _norm_kernel(
     scale, shift = _scale_and_shift(weight, bias, inside, columns)
     branch_scale, branch_shift = _scale_and_shift(branch_weight, branch_bias, inside, columns)
     twin_scale, twin_shift = _scale_and_shift(twin_weight, twin_bias, inside, columns)
+    third_scale, third_shift = _scale_and_shift(third_weight, third_bias, inside, columns)
+    first_scale, _ = _scale_and_shift(first_weight, None, inside, columns)
+    second_scale, _ = _scale_and_shift(second_weight, None, inside, columns)
     wait_previous(PDL)
     residual_row = 0.0
     if ADDS and not TWO_SHOT:  # asked for before the sums over the row, for which threads wait
@@ -300,7 +336,11 @@ def _norm_kernel(
     values = _sum_of_splits(start, split_stride, inside, columns, SPLITS)
     if SECOND_SPLITS > 0:
         start = second + row * size
-        values += _sum_of_splits(start, second_stride, inside, columns, SECOND_SPLITS)
+        other = _sum_of_splits(start, second_stride, inside, columns, SECOND_SPLITS)
+        if NORMS_BOTH:
+            values = _standardised(values, inside, size, eps, IS_RMS) * first_scale
+            other = _standardised(other, inside, size, eps, IS_RMS) * second_scale
+        values += other
     if LATE:
         allow_next(PDL)
     if TWO_SHOT:
@@ -313,7 +353,7 @@ def _norm_kernel(
                 values, branch_scale, branch_shift, inside, size, eps, IS_RMS, NORMS_BRANCH
             )
             places = residual + row * size + columns
-            values += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+            values = (values + tl.load(places, mask=inside, other=0.0).to(tl.float32)) * factor
             total = send_complete_row(
                 values.to(SENT), peers, row, columns, inside, size, slot_rows, RANK, RANKS
             )
@@ -333,7 +373,7 @@ def _norm_kernel(
         )
         if ADDS:
             # The sum is rounded before it is normalised: later layers see the same numbers.
-            total = (values + residual_row).to(residual.dtype.element_ty)
+            total = ((values + residual_row) * factor).to(residual.dtype.element_ty)
             tl.store(residual + row * size + columns, total, mask=inside)
             values = total.to(tl.float32)
     if out is not None:
@@ -348,3 +388,7 @@ def _norm_kernel(
             normed = values * twin_scale + twin_shift
             places = twin_out + row * size + columns
             tl.store(places, normed.to(twin_out.dtype.element_ty), mask=inside)
+        if third_out is not None:
+            normed = values * third_scale + third_shift
+            places = third_out + row * size + columns
+            tl.store(places, normed.to(third_out.dtype.element_ty), mask=inside)
