@@ -41,6 +41,7 @@ class RoutingConfig:
     jitter: float = 0.0
     bias: bool = False  # whether the logits have one, learned
     correction: bool = False  # whether there is one per expert, learned, float32
+    expert_scales: bool = False  # whether each expert's weight is multiplied by a learned number
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -347,7 +347,10 @@ def norms() -> None:
         norm(x, affine, 1e-5, None, is_rms)
         for rounding in Rounding:
             norm(splits, affine, 1e-5, residual, is_rms, rounding=rounding)
-    norm(x, affine, 1e-5, residual, True, second=second, twin=affine)
+    norm(x, affine, 1e-5, residual, True, second=second, twins=[affine])
+    both = affine, affine
+    norm(splits, affine, 1e-5, residual, True, second=splits, branch=affine, branches=both)
+    norm(x, affine, 1e-5, residual, True, branch=affine, factor=0.5, twins=both)
     norm(splits, affine, 1e-5, residual, True, branch=affine, reduction=reduction)
 
 
@@ -631,6 +634,8 @@ def experts() -> None:
     biases = torch.zeros(num, 2 * inner).bfloat16(), torch.zeros(num, size).bfloat16()
     softmax = RoutingConfig(num_experts=num, top_k=8)
     sigmoid = replace(softmax, scoring=Scoring.SIGMOID, correction=True, num_groups=8, top_groups=4)
+    scaled = RouterWeights(router.weight, scales=router.weight[:, 0].contiguous())
+    CudaRouter(scaled, softmax, num_hit).apply(torch.zeros(2, size, dtype=torch.bfloat16))
     sparsemixer = replace(softmax, scoring=Scoring.SPARSEMIXER, top_k=2, renormalised=False)
     cases = [(softmax, Epilogue.SILU_MUL, ()), (softmax, Epilogue.CLAMPED_SWIGLU, biases)]
     few_or_many = (1, 2, 64, 128, 1024) if has_all else (1, 2, 1024)  # tiles of 16 to 128 tokens

@@ -85,6 +85,7 @@ RULES = {
         top_groups=2,
         scale=2.5,
     ),
+    "scaled": RoutingConfig(num_experts=9, top_k=3, expert_scales=True),
     "sparsemixer": RoutingConfig(
         num_experts=7, top_k=2, scoring=Scoring.SPARSEMIXER, renormalised=False, jitter=0.3
     ),
@@ -108,6 +109,7 @@ def router_weights(config: RoutingConfig, size: int, device: torch.device) -> Ro
         numbers(num, size, device=device) * 2 * size**-0.5,
         numbers(num, device=device) if config.bias else None,
         numbers(num, device=device) * 0.3 if config.correction else None,
+        numbers(num, seed=1, device=device) if config.expert_scales else None,
     )
 
 

@@ -72,20 +72,23 @@ class Router(WeightOwner):
         self.bias = _parameter(routing.num_experts) if routing.bias else None
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.register_buffer("correction", correction if routing.correction else None)
+        self.scales = _parameter(routing.num_experts) if routing.expert_scales else None
         self.num_hit: Tensor
         self.weights: RouterWeights  # as kernels take them, after `finalize`
         self._kernel: RouterKernel
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
-        """See WeightOwner.targets; a second name is that of the corrections."""
+        """See WeightOwner.targets; a second name is that of the corrections, or of the scales."""
         found = super().targets(names[:1])
-        if self.correction is not None:
-            found[names[1]] = WeightTarget.whole(self.correction)
+        found.pop(f"{names[0]}.scales", None)
+        for each in (self.correction, self.scales):
+            if each is not None:
+                found[names[1]] = WeightTarget.whole(each)
         return found
 
     def finalize(self) -> None:
         """See WeightOwner.finalize."""
-        self.weights = RouterWeights(self.weight, self.bias, self.correction)
+        self.weights = RouterWeights(self.weight, self.bias, self.correction, self.scales)
         self._kernel = make_router_kernel(self.weights, self.config, self.num_hit)
 
     def norms_inputs(self, num_tokens: int) -> bool:
@@ -480,6 +483,15 @@ class MixtureOfExperts(nn.Module):
     def projections(self) -> Sequence[LinearMethod]:
         """See DenseMLP.projections; of a shared expert, which is beside the others, none."""
         return ()
+
+    def forward_apart(
+        self, for_router: Tensor, for_experts: Tensor, for_shared: Tensor
+    ) -> Branches:
+        """As `forward`, of inputs [num_tokens, hidden_size] that differ."""
+        assert self.shared is not None
+        assert self.shared_gate is None, "there is one input for it and the shared expert"
+        routed = self.router.forward(for_router)
+        return self.experts.forward_partial(for_experts, routed), self.shared.forward(for_shared)
 
     def forward(self, hidden: LinearInput) -> Branches:
         """[num_tokens, hidden_size] -> the same; of a shared expert, in a second tensor."""

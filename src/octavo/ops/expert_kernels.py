@@ -38,7 +38,7 @@ class TorchRouter:
     def __init__(self, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> None:
         self._kernel = make_linear_kernel(weights.weight.float())
         self._bias = None if weights.bias is None else weights.bias.float()
-        self._correction = weights.correction
+        self._weights = weights
         self._config = config
         self._num_hit = num_hit
 
@@ -51,7 +51,7 @@ class TorchRouter:
         assert isinstance(x, Tensor), "it norms nothing"
         inputs = None if rounding is Rounding.NONE else round_inputs(x, rounding)
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
-        routed = choose(logits, self._correction, self._config)
+        routed = choose(logits, self._weights, self._config)
         lists = list_experts(routed.ids, self._config.num_experts, self._num_hit)
         return routed._replace(lists=lists, inputs=inputs)
 

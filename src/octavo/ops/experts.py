@@ -35,11 +35,13 @@ class Routed(NamedTuple):
 
 
 class RouterWeights(NamedTuple):
-    """What logits follow from: x W^T + bias; and what is added to scores for the choice alone."""
+    """What logits follow from: x W^T + bias; what is added to scores for the choice alone, and what
+    the weights of chosen experts are multiplied by in the end."""
 
     weight: Tensor  # [num_experts, size]
     bias: Tensor | None = None  # [num_experts]
     correction: Tensor | None = None  # float32 [num_experts]
+    scales: Tensor | None = None  # [num_experts]
 
 
 class ExpertWeights(NamedTuple):
@@ -106,11 +108,18 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig) -> Routed:
     """See RouterKernel.apply. Of equal scores, that of the expert with the lower id is larger."""
     bias = None if weights.bias is None else weights.bias.float()
     logits = F.linear(x.float(), weights.weight.float(), bias)
-    return choose(logits, weights.correction, config)
+    return choose(logits, weights, config)
 
 
-def choose(logits: Tensor, correction: Tensor | None, config: RoutingConfig) -> Routed:
-    """Choose experts by float32 logits [num_tokens, num_experts]; correction: [num_experts]."""
+def choose(logits: Tensor, weights: RouterWeights, config: RoutingConfig) -> Routed:
+    """Choose experts by float32 logits [num_tokens, num_experts]."""
+    routed = _choose(logits, weights.correction, config)
+    if weights.scales is None:
+        return routed
+    return routed._replace(weights=routed.weights * weights.scales.float()[routed.ids.long()])
+
+
+def _choose(logits: Tensor, correction: Tensor | None, config: RoutingConfig) -> Routed:
     if config.scoring == Scoring.SPARSEMIXER:
         return _mix_sparsely(logits, config)
     is_softmax = config.scoring == Scoring.SOFTMAX

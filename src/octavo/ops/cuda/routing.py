@@ -146,6 +146,7 @@ def route(
         weights.weight,
         weights.bias,
         weights.correction,
+        weights.scales,
         logits,
         ids,
         chosen,
@@ -342,6 +343,7 @@ def _choose(
     logits,
     columns,
     correction,
+    expert_scales,
     num_experts,
     scale,
     reach,
@@ -394,6 +396,8 @@ def _choose(
     if RENORMALISES:
         total = tl.sum(tl.where(is_chosen, weights, 0.0), 1)
         weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
+    if expert_scales is not None:
+        weights *= tl.load(expert_scales + ids, mask=ids < num_experts, other=0.0).to(tl.float32)
     return marks, ids, weights * scale
 
 
@@ -554,6 +558,7 @@ def choose_and_list(
     columns,
     is_token,
     correction,
+    expert_scales,
     ids,
     weights,
     arrivals,
@@ -586,6 +591,7 @@ def choose_and_list(
         logits,
         columns,
         correction,
+        expert_scales,
         num_experts,
         scale,
         reach,
@@ -636,6 +642,7 @@ def _route_kernel(
     weight,
     bias,
     correction,
+    expert_scales,
     logits,
     ids,
     weights,
@@ -789,6 +796,7 @@ def _route_kernel(
             every,
             is_token,
             correction,
+            expert_scales,
             ids,
             weights,
             arrivals + tile,

@@ -64,7 +64,8 @@ _COPIES = tl.constexpr(4)  # of each logit, so that not all programs read the sa
 def routes_in_kernel(router: RouterWeights, config: RoutingConfig, num_programs: int) -> bool:
     """Whether kernels with so many programs can route so: choices are by logits alone."""
     is_plain = config.scoring is Scoring.SOFTMAX and config.num_groups == 1
-    return is_plain and router.correction is None and config.num_experts <= num_programs
+    is_plain = is_plain and router.correction is None and router.scales is None
+    return is_plain and config.num_experts <= num_programs
 
 
 def logit_shape(num_experts: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class CudaNormRouter(CudaRouter):
 
     def norms_inputs(self, num_tokens: int) -> bool:
         """See RouterKernel.norms_inputs."""
-        weight, _, _ = self._weights
+        weight = self._weights.weight
         num_experts, size = weight.shape
         # What is scaled, and not normed, may be beyond the numbers of float16.
         is_wide = weight.dtype != torch.float16
@@ -120,6 +120,7 @@ def norm_and_route(
         weights.weight,
         weights.bias,
         weights.correction,
+        weights.scales,
         _board(device),
         ids,
         chosen,
@@ -341,6 +342,7 @@ def _norm_and_route_kernel(
     weight,
     bias,
     correction,
+    expert_scales,
     board,
     ids,
     weights,
@@ -456,6 +458,7 @@ def _norm_and_route_kernel(
         every,
         tokens < num_tokens,
         correction,
+        expert_scales,
         ids,
         weights,
         None,
