@@ -79,6 +79,37 @@ _GEMMA = {
     "sliding_window": SLIDING_WINDOW,
     "final_logit_softcapping": 20.0,
 }
+# Layers with windows have other heads than those without; the shapes of the head are given in full.
+_GEMMA_4 = {
+    **_LLAMA,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": SLIDING_WINDOW,
+    "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+_GEMMA_4_SMALL = {
+    **_GEMMA_4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 2,
+}
+_GEMMA_4_LARGE = {
+    **_GEMMA_4,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 _EXPERTS = {
     **_LLAMA,
     "num_key_value_heads": 2,
@@ -235,6 +266,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16}),
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0}),
     "gemma3_text": ("Gemma3", {**_GEMMA, "layer_types": _ALTERNATING}),
+    "gemma4-e2b": ("Gemma4", {**_GEMMA_4_SMALL, "use_double_wide_mlp": True}),
+    "gemma4_text": ("Gemma4", _GEMMA_4_SMALL),
+    "gemma4-31b": ("Gemma4", _GEMMA_4_LARGE),
+    "gemma4-26b-a4b": (
+        "Gemma4",
+        {
+            **_GEMMA_4_LARGE,
+            "enable_moe_block": True,
+            "num_experts": 9,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "olmo2": ("Olmo2", {**_LLAMA, "num_key_value_heads": 2}),
     "olmo3": (
         "Olmo3",
@@ -375,7 +419,8 @@ def write_model(name: str, directory: Path, seed: int = 0, **overrides: Any) -> 
     """
     has_encoder = name in ENCODER_DECODERS
     prefix, fields = (ENCODER_DECODERS if has_encoder else MODELS)[name]
-    config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    has_text_class = prefix in ("Gemma3", "Gemma4")
+    config_class = f"{prefix}TextConfig" if has_text_class else f"{prefix}Config"
     config = getattr(transformers, config_class)(**{**fields, **overrides})
     unusual = {"GPT2": "GPT2LMHeadModel", "Marian": "MarianMTModel"}
     usual = f"{prefix}For{'ConditionalGeneration' if has_encoder else 'CausalLM'}"
@@ -449,9 +494,13 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in model.named_parameters():
             values = normal(parameter.shape)
             if parameter.dim() == 1:
-                is_scale = name.endswith("weight")
-                mean = 0 if "Gemma" in type(model).__name__ else 1  # stored without the 1
+                is_scale = name.endswith(("weight", "scale"))
+                kind = type(model).__name__
+                is_offset = "Gemma" in kind and "Gemma4" not in kind
+                mean = 0 if is_offset else 1  # stored without the 1
                 parameter.copy_(mean + 0.3 * values if is_scale else 0.05 * values)
+                if "Gemma4" in kind and name.endswith("q_norm.weight"):  # its scores have no scale
+                    parameter.mul_(len(parameter) ** -0.5)
             elif "wpe" in name or "embed_positions" in name:
                 parameter.copy_(values * 0.7)
             elif any(table in name for table in ("wte", "embed_tokens", "embed_in", "word_embed")):
@@ -473,6 +522,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(normal(buffer.shape) * 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.2 * normal(buffer.shape))
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import pytest
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.core.kv.specs import group_layers
 from octavo.models.registry import read_model_config
+from octavo.ops import load_backend, token_size_of
 
 NUM_TOKENS = 14
 MAX_MODEL_LEN = 80
@@ -46,8 +46,11 @@ def load(name: str, **options: object) -> LLM:
 def blocks_for_one(name: str, block_size: int, chunk: int) -> int:
     """The blocks of one sequence of MAX_MODEL_LEN, computed in chunks."""
     config = read_model_config(model_zoo.model_directory(name))
-    specs = group_layers(config.kv_specs()).specs
-    return sum(spec.max_blocks(MAX_MODEL_LEN, block_size, chunk) for spec in specs)
+    layout = config.kv_layout(token_size_of(load_backend("cpu")))
+    return sum(
+        spec.max_blocks(MAX_MODEL_LEN, size, chunk)
+        for spec, size in zip(layout.specs, layout.block_sizes(block_size), strict=True)
+    )
 
 
 def tokens(outputs: list) -> list[list[int]]:
@@ -96,8 +99,9 @@ def run_alone(llm: LLM, preempt: bool) -> list[list[int]]:
     return results
 
 
-# The smallest blocks and the largest with one family each; by night all with both.
-DAILY = {("llama3", 1), ("qwen2", 32)}
+# The smallest blocks and the largest with one family each, and a model whose heads differ and whose
+# layers share KV; by night all with all.
+DAILY = {("llama3", 1), ("qwen2", 32), ("gemma4-e2b", 8)}
 
 
 @pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])
@@ -105,7 +109,7 @@ DAILY = {("llama3", 1), ("qwen2", 32)}
     ("name", "block_size"),
     [
         pytest.param(name, size, marks=() if (name, size) in DAILY else pytest.mark.slow)
-        for name in ("llama3", "qwen2")
+        for name in ("llama3", "qwen2", "gemma4-e2b")
         for size in (1, 8, 16, 32)
     ],
 )

@@ -291,6 +291,8 @@ def estimate_activations(
     encoder = model_config.encoder
     layers = (*model_config.layers, *(() if encoder is None else encoder.layers))
     layer_width = 4 * model_config.hidden_size + max(map_distinct(_projected_width, layers))
+    if model_config.token_inputs is not None:  # and what they are made of
+        layer_width += 2 * model_config.token_inputs.width
     return activation_bytes(
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs,

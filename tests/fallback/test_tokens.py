@@ -1,4 +1,4 @@
-"""Models that octavo has no family for generate transformers' tokens, whatever the engine does."""
+"""Models through transformers generate its own tokens, whatever the engine does."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def expected(model_type: str) -> list[list[int]]:
 
 def load(model_type: str, **options: object) -> LLM:
     given = {"num_blocks": 120, "block_size": 8, "max_model_len": MAX_MODEL_LEN, **options}
-    return LLM(reference(model_type).directory, **given)
+    return LLM(reference(model_type).directory, model_impl="transformers", **given)
 
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *VARIANTS])
@@ -103,7 +103,7 @@ def test_greedy_tokens_equal_transformers(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["gemma4_shared", "gemma4_experts"])
 def test_layers_whose_heads_differ_and_layers_that_share_kv(model_type: str) -> None:
     """What a sequence holds follows from the layers that keep KV, each with its own size."""
-    config = read_model_config(reference(model_type).directory)
+    config = read_model_config(reference(model_type).directory, "transformers")
     keeping = [config.layers[i].attention for i in sorted(set(config.kv_sources))]
     assert len({(each.num_kv_heads, each.head_dim) for each in keeping}) == 2
     assert len(keeping) == config.num_layers - 2 * (model_type == "gemma4_shared")
@@ -179,7 +179,7 @@ def test_positions_are_those_that_a_model_counts_itself() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "gemma4_shared"])
 def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: str) -> None:
-    config = read_model_config(reference(model_type).directory)
+    config = read_model_config(reference(model_type).directory, "transformers")
     layout = config.kv_layout(token_size_of(load_backend("cpu")))
     num_blocks = sum(
         spec.max_blocks(MAX_MODEL_LEN, size, MAX_MODEL_LEN)
@@ -234,7 +234,7 @@ def test_parallel_samples_do_not_depend_on_company(model_type: str) -> None:
     assert len({tuple(each) for each in samples}) == 3
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3", "gemma4_text"])
 def test_families_of_octavo_s_own_generate_the_same_tokens_through_transformers(name: str) -> None:
     """Greedy, drawn and beams; gemma2 has windows, soft caps and norms of its own."""
     directory = model_zoo.model_directory(name)

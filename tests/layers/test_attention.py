@@ -13,7 +13,7 @@ from transformers import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 
 from octavo.errors import ConfigError
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, Step
 from octavo.layers.config import AttentionConfig, NormConfig
 from octavo.ops import LayerSpec, ScoreFunction
 from octavo.ops.communicator import SingleRank
@@ -55,7 +55,7 @@ def given_by(layer: Attention, hidden: Tensor) -> tuple[Tensor, tuple[Any, ...]]
     projected = F.linear(hidden, layer.qkv.weight).view(len(hidden), -1, layer.spec.head_dim)
     layer.qkv.finalize()
     recorder = Recorder()
-    layer.forward(hidden, recorder)
+    layer.forward(hidden, Step(recorder))
     return projected, recorder.given
 
 
@@ -66,11 +66,11 @@ def test_a_backend_rounds_what_the_output_projection_takes_so(
 ) -> None:
     layer, hidden = made(CONFIG), torch.randn(5, 24)
     layer.qkv.finalize()
-    plain = layer.forward(hidden, Recorder())
+    plain = layer.forward(hidden, Step(Recorder()))
     assert isinstance(plain, Tensor)
     monkeypatch.setattr(layer.output, "part_rounding", lambda num_tokens: rounding)
     for backend, rounds in ((Recorder(), False), (Rounder(), True)):
-        attended = layer.forward(hidden, backend, may_round=may_round)
+        attended = layer.forward(hidden, Step(backend), may_round=may_round)
         if rounds and may_round and rounding is Rounding.IN_TWO:
             assert isinstance(attended, RoundedInputs)
             assert torch.equal(attended.scales, round_inputs(plain, rounding).scales)

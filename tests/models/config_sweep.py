@@ -36,7 +36,8 @@ from octavo.models.loader import load_model
 from octavo.models.registry import OWN_FAMILIES, read_model_config
 from octavo.ops.communicator import SingleRank
 
-FAMILIES = tuple(family for family in OWN_FAMILIES if family not in ("gemma3", "mistral3"))
+COMPOSITE = ("gemma3", "gemma4", "mistral3")
+FAMILIES = tuple(family for family in OWN_FAMILIES if family not in COMPOSITE)
 # Types that octavo serves through transformers, some of which it has a family of, too.
 FALLBACK = (
     *("arcee", "apertus", "deepseek_v3", "dots1", "ernie4_5", "helium", "minimax_m2", "nemotron"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import torch
@@ -22,9 +23,17 @@ class DenseHarness:
         backend = load_backend("reference")
         dtype = next(model.parameters()).dtype
         blocks_per_seq = -(-max_len // BLOCK_SIZE)
-        shape = backend.kv_block_shape(BLOCK_SIZE, layers[0].num_kv_heads, layers[0].head_dim)
-        kv_cache = torch.zeros(1 + max_seqs * blocks_per_seq, len(layers), *shape, dtype=dtype)
-        places = [LayerPlace(int(layer.reads_encoder), i) for i, layer in enumerate(layers)]
+        shapes = [
+            backend.kv_block_shape(BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+            for layer in layers
+        ]
+        places, end = [], 0
+        for layer, shape in zip(layers, shapes, strict=True):
+            size = math.prod(shape)
+            index = -(-end // size)  # a layer's part begins at a multiple of its size
+            places.append(LayerPlace(int(layer.reads_encoder), index))
+            end = (index + 1) * size
+        kv_cache = torch.zeros(1 + max_seqs * blocks_per_seq, end, dtype=dtype)
         self.model = model
         self.attention = make_backend(backend, layers, places, kv_cache, BLOCK_SIZE)
         self.tables = 1 + torch.arange(max_seqs * blocks_per_seq, dtype=torch.int32).view(

@@ -39,13 +39,14 @@ SIZES = {
     *("num_heads", "encoder_attention_heads", "decoder_attention_heads", "layer_types"),
     *("max_position_embeddings", "n_positions", "max_seq_len", "num_key_value_heads"),
     *("num_kv_heads", "num_experts_per_tok", "model_type", "is_encoder_decoder", "pad_token_id"),
-    "rotary_dim",
+    *("rotary_dim", "vocab_size_per_layer_input", "hidden_size_per_layer_input"),
+    *("top_k_experts", "per_layer_config", "num_kv_shared_layers"),
 }
 WINDOWED = {
     *("qwen2", "qwen3", "smollm3", "exaone4", "ministral", "gemma2", "gemma3_text", "olmo3"),
-    *("cohere2", "gpt_oss", "qwen2_moe"),
+    *("cohere2", "gpt_oss", "qwen2_moe", "gemma4_text"),
 }  # families with layer_types of two kinds
-NESTED_ROPE = {"gemma3_text", "olmo3"}  # with rope_parameters for each of them
+NESTED_ROPE = {"gemma3_text", "gemma4_text", "olmo3"}  # with rope_parameters for each of them
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ODDS = {  # of options that octavo refuses in some families, so that most models are served
     "clip_qkv": 0.05,
@@ -60,6 +61,7 @@ ODDS = {  # of options that octavo refuses in some families, so that most models
     "attn_logit_softcapping": 0.5,
     "share_encoder_decoder_embeddings": 0.05,
     "no_bias": 0.05,
+    "num_kv_shared_layers": 0.4,
     "rotary_dim": 1.0,
     "logit_scale": 0.5,
     "expansion_ratio": 0.2,
@@ -140,6 +142,9 @@ class Drawing:
             "n_group": groups,
             "topk_group": top_groups,
             "num_experts_per_tok": pick.randint(1, min(experts, top_groups * group)),
+            "top_k_experts": pick.randint(1, experts),
+            "hidden_size_per_layer_input": pick.choice([0, 0, 2, 8, 18]),
+            "vocab_size_per_layer_input": pick.choice([320, 320, 320, 400, 110]),
             "n_shared_experts": pick.randint(1, 3),
             **dict.fromkeys(
                 ("max_position_embeddings", "n_positions", "max_seq_len"),
@@ -155,7 +160,7 @@ class Drawing:
 
     def _draw(self, name: str) -> None:
         pick, default = self.random, self.usual[name]
-        if name in ("rope_parameters", "layer_types"):
+        if name in ("rope_parameters", "layer_types", "per_layer_config"):
             getattr(self, f"_draw_{name}")()
         elif name in DRAWS:
             odds = ODDS.get(name, 0.7)
@@ -179,12 +184,27 @@ class Drawing:
         if self.fields["layer_types"] is None:
             del self.fields["layer_types"]
 
+    def _draw_per_layer_config(self) -> None:
+        """What Gemma 4 makes it of."""
+        heads = self.fields["num_attention_heads"]
+        self.fields["global_head_dim"] = self.random.choice([2, 8, 16, 24, 40])
+        self.fields["num_global_key_value_heads"] = self.random.choice(
+            [None, *(n for n in range(1, heads + 1) if heads % n == 0)]
+        )
+
     def _draw_rope_parameters(self) -> None:
         if self.chance(0.1):
             return
         if self.family in NESTED_ROPE:
             kinds = {each: self.rope() for each in LAYER_TYPES}
             kinds["sliding_attention"] = self.rope() if self.chance(0.3) else {"rope_theta": 100.0}
+            if self.family == "gemma4_text" and self.chance(0.8):
+                kinds["sliding_attention"]["rope_type"] = "default"
+                kinds["full_attention"] = {
+                    "rope_type": "proportional",
+                    "rope_theta": self.random.choice([10.0, 1e4]),
+                    "partial_rotary_factor": self.random.choice([0.2, 0.25, 0.5, 1.0]),
+                }
             self.fields["rope_parameters"] = kinds
         else:
             self.fields["rope_parameters"] = self.rope()
@@ -280,7 +300,10 @@ DRAWS: dict[str, Callable[[Drawing], Any]] = {
     "sliding_window": _one_of(None, 1, 2, 7, 16, 20, 300),
     "sliding_window_pattern": _integer(1, 5),
     "max_window_layers": _integer(0, 4),
-    "use_bidirectional_attention": _one_of(None, False, True),
+    "use_bidirectional_attention": lambda drawing: drawing.random.choice(
+        [None, "vision", "all"] if drawing.family == "gemma4_text" else [None, False, True]
+    ),
+    "num_kv_shared_layers": _integer(0, 2),
     "query_pre_attn_scalar": _one_of(3, 24, 100),
     "attn_logit_softcapping": _one_of(None, 0.5, 20.0),
     "final_logit_softcapping": _one_of(None, 1.0, 20.0),
@@ -328,7 +351,8 @@ def respelled(written: dict[str, Any], random: Random, nullable: set[str]) -> di
     written: as transformers 5 has written them. nullable: those of which some become null.
     """
     found = dict(written)
-    if random.random() < 0.5:  # transformers 4
+    is_newer = found.get("model_type") == "gemma4_text"
+    if not is_newer and random.random() < 0.5:  # transformers 4
         if "dtype" in found:
             found["torch_dtype"] = found.pop("dtype")
         rope = found.pop("rope_parameters", None)

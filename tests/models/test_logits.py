@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,16 @@ def test_logits_indices(
     rows: list[int] = []
     mlp = model.layers[-1].mlp
 
-    def feed_forward(x: Tensor) -> Branches:
-        rows.append(len(x))
-        return type(mlp).forward(mlp, x)
+    def noted(compute: Callable[..., Branches]) -> Callable[..., Branches]:
+        def feed_forward(*inputs: Tensor) -> Branches:
+            rows.append(len(inputs[0]))
+            return compute(*inputs)
 
-    monkeypatch.setattr(mlp, "forward", feed_forward)
+        return feed_forward
+
+    for name in ("forward", "forward_apart"):
+        if hasattr(mlp, name):
+            monkeypatch.setattr(mlp, name, noted(getattr(mlp, name)))
     got = harness.logits({0: PROMPT[:40], 1: PROMPT[:5]}, torch.tensor([44, 39, 12]))
     assert_equal(got, want[[4, 39, 12]])
     assert rows == [3]
@@ -103,6 +109,12 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
+PROPORTIONAL = {
+    "rope_type": "proportional",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "factor": 2.0,
 }
 YARN = {
     "rope_type": "yarn",
@@ -127,6 +139,7 @@ YARN = {
         ("llama", {"num_key_value_heads": 1, "rope_parameters": YARN}),
         ("llama", {"rope_parameters": YARN | {"truncate": None}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": PROPORTIONAL}),
         ("mistral", {"sliding_window": None}),
         ("mistral", {"sliding_window": 1}),
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),

@@ -1112,7 +1112,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
             {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"low_freq_factor": 4.0}},
             r"low_freq_factor is 4.0; it must be less than high_freq_factor \(4.0\)",
         ),
-        (LLAMA_2_7B, {"rope_scaling": {"type": "proportional"}}, "is 'proportional'; octavo knows"),
+        (LLAMA_2_7B, {"rope_scaling": {"type": "axial"}}, "is 'axial'; octavo knows"),
         (
             PHI_4_MINI,
             {"partial_rotary_factor": 0.76},

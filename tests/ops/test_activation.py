@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.ops.cuda.activation import apply_gate, soft_cap
+from octavo.ops.cuda.activation import apply_gate, apply_gate_to, soft_cap
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -19,6 +19,15 @@ def test_gated_epilogues(device: torch.device, epilogue: Epilogue) -> None:
         gate_up = torch.randn(num_tokens, 2 * size + 3, device=device)[:, 3:]
         wanted = apply_epilogue(gate_up, epilogue)
         torch.testing.assert_close(apply_gate(gate_up, epilogue), wanted)
+
+
+def test_gates_and_ups_that_lie_apart(device: torch.device) -> None:
+    for num_tokens, size in SHAPES[device.type]:
+        gate = torch.randn(num_tokens, size, device=device)
+        up = torch.randn(num_tokens, 3, size, device=device)[:, 1]
+        wanted = F.gelu(gate, approximate="tanh") * up
+        got = apply_gate_to(gate, up, Epilogue.GELU_TANH_MUL)
+        torch.testing.assert_close(got, wanted)
 
 
 def test_silu_is_that_of_torch(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,17 @@ class QueryScale:
         self.factors = self._table[positions].view(-1, 1, 1)
 
 
+class Step(NamedTuple):
+    """What the layers of a model compute a step with."""
+
+    backend: AttentionBackend
+    """It has been given the step's metadata."""
+    inputs: Tensor | None = None
+    """Of models whose layers take them in, the tokens' vectors [num_tokens, num_layers, size]."""
+    heads: dict[int, tuple[Tensor, Tensor]] | None = None
+    """By layer, keys and values as they were projected, of layers whose KV others read."""
+
+
 class Attention(nn.Module):
     """Owns the projections around one layer's attention, and norms and sinks of heads, if any."""
 
@@ -118,9 +129,16 @@ class Attention(nn.Module):
         communicator: Communicator,
         relative_bias: RelativePositionBias | None = None,
         query_scale: QueryScale | None = None,
+        source: Attention | None = None,
     ) -> None:
-        """relative_bias, query_scale: owned by another module, which several layers may share."""
+        """
+        Args:
+            relative_bias, query_scale: owned by another module, which several layers may share.
+            source: that of the layer whose keys and values are this one's, too.
+        """
         super().__init__()
+        self._source = (source,)  # in a tuple, so that it is not a submodule
+        self.is_source = False  # whether it is that of another layer
         self._communicator = communicator
         self.sinks = AttentionSinks(config.num_heads, config.shard) if config.sinks else None
         self.spec = LayerSpec(
@@ -136,10 +154,13 @@ class Attention(nn.Module):
         self.rotary = rotary
         self._query_scale = query_scale
         self.qkv = make_linear(config.qkv)
+        self._counts = [size // config.head_dim for size in config.qkv.out_sizes]
         self.head_norms: HeadNorms | None = None  # which the backend applies
         self._own_norms: tuple[Norm, Norm] | None = None
         self._sharded_norms: tuple[ShardedRMSNorm, ShardedRMSNorm] | None = None
-        self.value_norm = None if config.value_norm is None else make_norm(config.value_norm)
+        self.value_norm: Norm | None = None
+        if config.value_norm is not None and source is None:
+            self.value_norm = make_norm(config.value_norm)
         if config.query_key_norms is not None:
             self._make_norms(*config.query_key_norms, config, communicator.shard.size)
         self.output = make_linear(config.output)
@@ -151,6 +172,11 @@ class Attention(nn.Module):
             query_norm = ShardedRMSNorm(query, config.shard, num_ranks)
             key_norm = ShardedRMSNorm(key, config.kv_shard, num_ranks)
             self.query_norm, self.key_norm = self._sharded_norms = query_norm, key_norm
+            return
+        (source,) = self._source
+        if source is not None:
+            self.query_norm = make_norm(query)
+            self.head_norms = HeadNorms(self.query_norm, source.key_norm, source.value_norm)
             return
         self.query_norm, self.key_norm = norms = make_norm(query), make_norm(key)
         # Backends have RMS norms of heads, with a scale.
@@ -164,20 +190,16 @@ class Attention(nn.Module):
         """See InputReader.entry."""
         return self.qkv
 
-    def forward(
-        self, hidden: LinearInput, backend: AttentionBackend, may_round: bool = True
-    ) -> MaybeRounded:
+    def forward(self, hidden: LinearInput, step: Step, may_round: bool = True) -> MaybeRounded:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
 
         The backend normalises heads and rotates query and key, and writes K and V to the cache.
 
         may_round: whether the result may be rounded, as `output` takes it.
         """
-        spec = self.spec
+        spec, backend = self.spec, step.backend
         projected = self.qkv.project(hidden)
-        heads = projected.view(len(projected), -1, spec.head_dim)
-        num_kv_heads = spec.num_kv_heads
-        query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        query, key, value = self._split(projected.view(len(projected), -1, spec.head_dim), step)
         if self._own_norms is not None:
             query_norm, key_norm = self._own_norms
             query, key = _normalise(query_norm, query), _normalise(key_norm, key)
@@ -192,6 +214,20 @@ class Attention(nn.Module):
             if rounder.rounds(spec.layer_id, rounding):
                 return rounder.forward_rounded(*arguments, rounding)
         return backend.forward(*arguments)
+
+    def _split(self, heads: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of projected heads [num_tokens, heads, head_dim]; keys and
+        values of another layer, if they are its."""
+        (source,) = self._source
+        if source is not None:
+            assert step.heads is not None
+            return heads, *step.heads[source.spec.layer_id]
+        query, key, *others = torch.split(heads, self._counts, dim=1)
+        value = others[0] if others else key
+        if self.is_source:
+            assert step.heads is not None
+            step.heads[self.spec.layer_id] = key, value
+        return query, key, value
 
     def _normalise_together(
         self, query_norm: ShardedRMSNorm, key_norm: ShardedRMSNorm, query: Tensor, key: Tensor

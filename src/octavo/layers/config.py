@@ -16,7 +16,7 @@ from octavo.float12 import PIECE_ROWS
 from octavo.parallel import OPTION, WHOLE, Shard
 from octavo.routing import RoutingConfig
 
-RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
@@ -44,6 +44,7 @@ class RotaryConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
+    num_turning: int = 0  # proportional: pairs that turn; the others have the frequency 0
     # longrope: divisors of the frequencies [dim / 2] of a model that is limited to its original
     # context, and of one that is not.
     short_factors: tuple[float, ...] = ()
@@ -237,6 +238,9 @@ class AttentionConfig:
     relative_bias: int | None = None  # index of the relative biases of the layer's stack
     # Cross-attention: keys and values are projections of the encoder's result.
     reads_encoder: bool = False
+    # Of keys and values. 1: values are what keys are made of, before norm and rotation; 0: both are
+    # another layer's (LayerConfig.kv_source).
+    num_kv_projections: Literal[0, 1, 2] = 2
     # Norms before the rotation: of each query and key head, or of all query heads together and of
     # all key heads together, whatever the size that the description of this one has.
     head_norm: NormConfig | None = None
@@ -273,10 +277,10 @@ class AttentionConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = LinearConfig(
             self.hidden_size,
-            (query_size, kv_size, kv_size),
+            (query_size, *(kv_size,) * self.num_kv_projections),
             self.qkv_bias,
             self.linear_method,
-            out_shards=(self.shard, self.kv_shard, self.kv_shard),
+            out_shards=(self.shard, *(self.kv_shard,) * self.num_kv_projections),
         )
         return qkv.with_copy(self.copies)
 
@@ -319,17 +323,21 @@ class AttentionConfig:
     @property
     def query_key_norms(self) -> tuple[NormConfig, NormConfig] | None:
         """The norms of queries and of keys, each as it is applied to its rows, if there are
-        some."""
+        some. The second is another layer's if the keys are."""
         assert self.head_norm is None or self.width_norm is None, "heads are normalised once"
         if self.width_norm is not None:
-            query_size, kv_size, _ = self.qkv.out_sizes
+            query_size, kv_size, *_ = self.qkv.out_sizes
             return replace(self.width_norm, size=query_size), replace(self.width_norm, size=kv_size)
         return None if self.head_norm is None else (self.head_norm, self.head_norm)
 
     @property
     def num_parameters(self) -> int:
-        norms = sum(norm.num_parameters for norm in self.query_key_norms or ())
-        norms += 0 if self.value_norm is None else self.value_norm.num_parameters
+        of_heads: tuple[NormConfig, ...] = self.query_key_norms or ()
+        if self.num_kv_projections == 0:
+            of_heads = of_heads[:1]
+        elif self.value_norm is not None:
+            of_heads = (*of_heads, self.value_norm)
+        norms = sum(norm.num_parameters for norm in of_heads)
         sinks = self.num_heads if self.sinks else 0
         return self.qkv.num_parameters + self.output.num_parameters + norms + sinks
 
@@ -397,6 +405,69 @@ class MLPConfig:
     def activation_width(self) -> int:
         """Elements that a token has at once inside the block."""
         return 3 * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputConfig:
+    """What a layer makes of a token's own vector for it: output(activation(gate(x)) * vector).
+
+    All ranks hold the whole of it.
+    """
+
+    hidden_size: int
+    size: int  # of the vectors
+    activation: Activation
+    linear_method: str = "plain"  # of its projections
+
+    def with_linear_method(self, method: str) -> LayerInputConfig:
+        """The same with another method for its projections, unless they have an unusual one."""
+        return replace(self, linear_method=method) if self.linear_method == "plain" else self
+
+    @property
+    def gate(self) -> LinearConfig:
+        return LinearConfig(self.hidden_size, (self.size,), method=self.linear_method)
+
+    @property
+    def output(self) -> LinearConfig:
+        return LinearConfig(self.size, (self.hidden_size,), method=self.linear_method)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.gate.num_parameters + self.output.num_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputsConfig:
+    """A vector of each token for each layer: of a table of its own, plus a projection of the
+    token's embedding, normed for each layer. The norm's multiplier and the scale of the table are
+    those of the sum."""
+
+    vocab_size: int
+    num_layers: int
+    size: int  # of each vector
+    hidden_size: int
+    scale: EmbeddingScale
+    norm: NormConfig
+    shard: Shard = WHOLE  # which part of the table's rows a rank holds
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's vectors for all layers."""
+        return self.num_layers * self.size
+
+    @property
+    def projection(self) -> LinearConfig:
+        return LinearConfig(self.hidden_size, (self.width,))
+
+    @property
+    def table_parameters(self) -> int:
+        """Those of which a step reads the rows of its tokens alone."""
+        return self.shard.padded(self.vocab_size) * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        """Those that every step reads."""
+        return self.projection.num_parameters + self.norm.num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -517,7 +588,7 @@ class ExpertsConfig:
     def _num_parameters(self, num_experts: int) -> int:
         routing = self.routing
         # Corrections are no parameters: they are not trained by gradients, and remain float32.
-        per_expert = self.hidden_size + routing.bias
+        per_expert = self.hidden_size + routing.bias + routing.expert_scales
         shared = 0 if self.shared is None else self.shared.num_parameters
         gate = self.hidden_size if self.shared_gate else 0
         router = routing.num_experts * per_expert

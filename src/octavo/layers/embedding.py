@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import EmbeddingScale, LinearConfig, PositionTable
+from octavo.layers.config import EmbeddingScale, LinearConfig, PositionTable, TokenInputsConfig
 from octavo.layers.linear import PlainLinear, Projection, make_linear
+from octavo.layers.norm import make_norm
+from octavo.ops.communicator import Communicator
 from octavo.parallel import WHOLE, Shard
 
 
@@ -70,6 +72,26 @@ class PositionEmbedding(Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         """int64 positions [num_tokens] -> [num_tokens, size]."""
         return F.embedding(ids, self.weight[self.offset :])
+
+
+class TokenInputs(nn.Module):
+    """Owns what makes a token's vectors for all layers (TokenInputsConfig)."""
+
+    def __init__(self, config: TokenInputsConfig, communicator: Communicator) -> None:
+        super().__init__()
+        self.config = config
+        self._communicator = communicator
+        self.embedding = Embedding(config.vocab_size, config.width, config.shard, config.scale)
+        self.projection = make_linear(config.projection)
+        self.norm = make_norm(config.norm)
+
+    def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        """int64 ids [num_tokens], and their embeddings, complete [num_tokens, hidden_size]:
+        [num_tokens, num_layers, size]."""
+        own = self._communicator.all_reduce(self.embedding.forward(ids))
+        rows = self.projection.forward(embedded).view(-1, self.config.size)
+        summed = self.norm.add_normed(rows, own.view(rows.shape))
+        return summed.view(len(ids), self.config.num_layers, self.config.size)
 
 
 class SinusoidalPositions(nn.Module):

@@ -49,6 +49,9 @@ def _frequencies(config: RotaryConfig, max_positions: int) -> Tensor:
             is_long = max_positions > config.original_max_positions
             factors = config.long_factors if is_long else config.short_factors
             return 1.0 / (torch.tensor(factors, device="cpu") * config.theta**exponents)
+        case "proportional":
+            frequencies[config.num_turning :] = 0
+            return frequencies / config.factor
 
 
 def _llama3(config: RotaryConfig, frequencies: Tensor) -> Tensor:

@@ -28,12 +28,14 @@ from octavo.layers.config import (
     CopyForm,
     EmbeddingScale,
     ExpertsConfig,
+    LayerInputConfig,
     LinearConfig,
     MLPConfig,
     NormConfig,
     PositionTable,
     RelativeBiasConfig,
     RotaryConfig,
+    TokenInputsConfig,
 )
 from octavo.models.quantization import ON_LOAD_METHOD, Quantization, WeightKernels
 from octavo.models.weight_names import UNNAMED, WeightNames
@@ -47,10 +49,10 @@ TokenSize = Callable[[int, int], int]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
+NormPlacement = Literal["pre", "post", "branch", "around", "apart", "parallel", "twin"]
 # How many norms a layer has.
 NUM_NORMS: dict[NormPlacement, int] = {
-    **{"pre": 2, "post": 2, "branch": 2, "around": 4},
+    **{"pre": 2, "post": 2, "branch": 2, "around": 4, "apart": 8},
     **{"parallel": 1, "twin": 2},
 }
 
@@ -69,12 +71,17 @@ class LayerConfig:
         "post": the residual stream after each block (OPT-350m).
         "branch": each block's result before it is added (OLMo 2).
         "around": each block's input, and its result before it is added (Gemma).
+        "apart": the same; and of experts beside a shared one the inputs of both and of the router,
+            each by a norm of its own, and both results before their sum (Gemma 4).
         "parallel": the input of both blocks, which are computed side by side (GPT-J).
         "twin": the same, by a norm for each block (GPT-NeoX).
     kv_spec: which tokens' KV the layer keeps, at least those that the attention's window reads;
     None: exactly those.
     kv_source: the layer before it whose keys and values it attends to, and which are given to its
     attention again; None: its own.
+    layer_input: how it takes in a token's vector for it (ModelDescription.token_inputs), after the
+    feed-forward block; its result is normalised before it is added.
+    scales_stream: whether the residual stream is multiplied by a learned number in the end.
     """
 
     attention: AttentionConfig
@@ -84,6 +91,8 @@ class LayerConfig:
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
     kv_source: int | None = None
+    layer_input: LayerInputConfig | None = None
+    scales_stream: bool = False
 
     @property
     def own_kv_spec(self) -> KVSpec:
@@ -129,6 +138,7 @@ class LayerConfig:
         is_alone = attention.shard.size == 1 and self.cross_attention is None
         is_plain = attention.width_norm is None and attention.query_scale is None
         has_shared = isinstance(self.mlp, ExpertsConfig) and self.mlp.shared is not None
+        is_plain = is_plain and self.layer_input is None and not self.scales_stream
         return norms_inputs and is_alone and is_plain and not has_shared
 
     def sharded(self, shard: Shard) -> LayerConfig:
@@ -143,12 +153,13 @@ class LayerConfig:
 
     def with_linear_method(self, method: str) -> LayerConfig:
         """The same layer with another linear method wherever it has the usual one."""
-        cross = self.cross_attention
+        cross, layer_input = self.cross_attention, self.layer_input
         return replace(
             self,
             attention=self.attention.with_linear_method(method),
             cross_attention=None if cross is None else cross.with_linear_method(method),
             mlp=self.mlp.with_linear_method(method),
+            layer_input=None if layer_input is None else layer_input.with_linear_method(method),
         )
 
     def with_copies(
@@ -198,6 +209,9 @@ class LayerConfig:
             found["cross_attention.query"] = cross.query
             found["cross_attention.key_value"] = cross.key_value
             found["cross_attention.output"] = cross.output
+        if self.layer_input is not None:
+            found["layer_input.gate"] = self.layer_input.gate
+            found["layer_input.output"] = self.layer_input.output
         if isinstance(mlp, MLPConfig):
             return found | {"mlp.up": mlp.up, "mlp.down": mlp.down}
         if mlp.shared is not None:
@@ -214,6 +228,9 @@ class LayerConfig:
         beside, norms = self.attention.num_parameters, NUM_NORMS[self.norm_placement]
         if self.cross_attention is not None:
             beside += self.cross_attention.num_parameters
+            norms += 1
+        if self.layer_input is not None:
+            beside += self.layer_input.num_parameters
             norms += 1
         return beside + norms * self.norm.num_parameters
 
@@ -270,6 +287,7 @@ class ModelDescription:
     embedding_size: int | None = None  # None: hidden_size; OPT-350m projects its embeddings to it
     embedding_scale: EmbeddingScale | None = None
     embedding_norm: NormConfig | None = None
+    token_inputs: TokenInputsConfig | None = None  # vectors of tokens that layers take in
     tied_embeddings: bool = False
     head_bias: bool = False
     head_method: str = "plain"  # the linear method of the head
@@ -290,6 +308,7 @@ class ModelDescription:
         _check_kv_specs(layers, self.max_model_len)
         for layer in layers:
             assert layer.kv_source is None or layer.can_read_kv_of(layers[layer.kv_source])
+            assert (layer.layer_input is None) == (self.token_inputs is None)
 
     def sharded(self, shard: Shard) -> Self:
         """What one rank holds of the whole model: its heads, MLP elements and vocabulary rows.
@@ -311,7 +330,18 @@ class ModelDescription:
         with _errors_name("the decoder") if encoder is not None else nullcontext():
             layers = tuple(map_distinct(lambda each: each.sharded(shard), self.layers))
             biases = tuple(bias.sharded(shard) for bias in self.relative_biases)
-        return replace(self, layers=layers, relative_biases=biases, encoder=encoder, shard=shard)
+        inputs = self.token_inputs
+        if inputs is not None:
+            shard.padded(inputs.vocab_size)
+            inputs = replace(inputs, shard=shard)
+        return replace(
+            self,
+            layers=layers,
+            relative_biases=biases,
+            token_inputs=inputs,
+            encoder=encoder,
+            shard=shard,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -453,11 +483,13 @@ class ModelDescription:
         """Parameters of tables of which a step reads only the rows of its tokens and positions."""
         tables = [self.positions, None if self.encoder is None else self.encoder.positions]
         learned = [each for each in tables if each is not None and each.kind == "learned"]
-        positions = sum(table.num_rows for table in learned) * self.hidden_size
+        number = sum(table.num_rows for table in learned) * self.hidden_size
+        if self.token_inputs is not None:
+            number += self.token_inputs.table_parameters
         if self.tied_embeddings:
-            return positions
+            return number
         # The embedding has as many rows as the head, of each rank.
-        return positions + self.head.out_features * self.head.in_features
+        return number + self.head.out_features * self.head.in_features
 
     def num_encoding_parameters(self) -> int:
         """Parameters that only steps which run an encoder read: its own, and the projections of its
@@ -469,7 +501,8 @@ class ModelDescription:
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
         norms = (self.embedding_norm, self.final_norm)
-        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder)
+        projections = (self.head, self.project_in, self.project_out)
+        parts = (*projections, *norms, self.token_inputs, self.encoder)
         declared = sum(part.num_parameters for part in parts if part is not None)
         declared += sum(map_distinct(lambda each: each.num_parameters, self.layers))
         declared += sum(bias.num_parameters for bias in self.relative_biases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
@@ -15,12 +16,22 @@ from octavo.layers.attention import (
     CrossAttention,
     QueryScale,
     RelativePositionBias,
+    Step,
 )
 from octavo.layers.config import QueryScaleConfig
-from octavo.layers.embedding import Embedding, LMHead, make_positions
-from octavo.layers.experts import Router, make_mlp
+from octavo.layers.embedding import Embedding, LMHead, TokenInputs, make_positions
+from octavo.layers.experts import MixtureOfExperts, Router, make_mlp
 from octavo.layers.linear import make_linear
-from octavo.layers.norm import Branches, Joining, Norm, add_partial, make_norm
+from octavo.layers.mlp import LayerInput
+from octavo.layers.norm import (
+    Branches,
+    Joining,
+    Norm,
+    RouterNorm,
+    StreamScale,
+    add_partial,
+    make_norm,
+)
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription, NormPlacement
@@ -38,6 +49,7 @@ class LayerContext(NamedTuple):
     relative_biases: Sequence[RelativePositionBias]
     query_scales: Mapping[QueryScaleConfig, QueryScale]
     communicator: Communicator
+    attentions: Sequence[Attention]  # of the layers before
 
 
 class DecoderLayer(nn.Module):
@@ -62,9 +74,16 @@ class DecoderLayer(nn.Module):
         scale = None
         if attention.query_scale is not None:
             scale = context.query_scales[attention.query_scale]
+        source = None
+        if config.kv_source is not None:
+            source = context.attentions[config.kv_source]
+            source.is_source = True
         before_attention, before_mlp = self.reduction_sites(layer_id)
-        self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
-        self.attention = Attention(attention, layer_id, rotary, communicator, bias, scale)
+        self.attention_norm = make_norm(
+            config.norm,
+            None if before_attention is None else Reduction(communicator, before_attention),
+        )
+        self.attention = Attention(attention, layer_id, rotary, communicator, bias, scale, source)
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
@@ -75,15 +94,16 @@ class DecoderLayer(nn.Module):
         self.joining = None
 
     @staticmethod
-    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
-        """Whose partial sums `attention_norm` and `mlp_norm` add up over the ranks."""
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite | None, ReductionSite]:
+        """Whose partial sums `attention_norm` and `mlp_norm` add up over the ranks; None: what it
+        reads is complete."""
         raise NotImplementedError
 
     def forward(
         self,
         hidden: Branches,
         residual: Tensor | None,
-        backend: AttentionBackend,
+        step: Step,
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
         """One layer's step.
@@ -92,7 +112,7 @@ class DecoderLayer(nn.Module):
             hidden: [num_tokens, hidden_size], still to be added to the residual; perhaps a partial
                 sum of this rank's, and perhaps in several tensors (Branches).
             residual: [num_tokens, hidden_size], or None if there is nothing to add to.
-            backend: has been given the step's metadata.
+            step: see Step.
             indices: int64, the tokens that are computed beyond the last attention; None: all.
 
         Returns:
@@ -127,7 +147,7 @@ class PreNormLayer(DecoderLayer):
     passes_partial_sums = True
 
     @staticmethod
-    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite | None, ReductionSite]:
         """See DecoderLayer.reduction_sites."""
         before = ReductionSite.MLP if layer_id else ReductionSite.EMBEDDING
         return before, ReductionSite.ATTENTION
@@ -136,17 +156,29 @@ class PreNormLayer(DecoderLayer):
         self,
         hidden: Branches,
         residual: Tensor | None,
-        backend: AttentionBackend,
+        step: Step,
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         normed, residual = self.attention_norm.forward_for(self.attention, hidden, residual)
-        attended = self.attention.forward(normed, backend, may_round=indices is None)
-        attended, residual = self._read_encoder(attended, residual, backend)
+        attended = self.attention.forward(normed, step, may_round=indices is None)
+        attended, residual = self._read_encoder(attended, residual, step.backend)
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, residual = attended[indices], residual[indices]
         branch = self.last_attention.output.project_partial(attended)
+        return self._feed_forward(branch, residual)
+
+    def _feed_forward(self, branch: Tensor, residual: Tensor) -> tuple[Branches, Tensor]:
+        """The feed-forward block.
+
+        Args:
+            branch: the attention's result, still to be added to the residual.
+            residual: [num_tokens, hidden_size].
+
+        Returns:
+            The same two, of this block.
+        """
         normed, residual = self.mlp_norm.forward_for(self.mlp, branch, residual)
         return self.mlp.forward(normed), residual
 
@@ -159,7 +191,78 @@ class AroundNormLayer(PreNormLayer):
         self.attention_branch_norm = make_norm(config.norm)
         self.mlp_norm.follow(Joining(self.attention_branch_norm))
         self.branch_norm = make_norm(config.norm)
-        self.joining = Joining(self.branch_norm)
+        self.stream_scale = StreamScale() if config.scales_stream else None
+        self.joining = Joining(self.branch_norm, scale=self.stream_scale)
+
+
+class ApartNormLayer(AroundNormLayer):
+    """Each block's input and result are normalised; experts, their router and a shared expert read
+    inputs of norms of their own, and their results are normed before they are added up, too (Gemma
+    4). The router's input is divided by the root of its size."""
+
+    def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
+        super().__init__(config, layer_id, context)
+        assert isinstance(self.mlp, MixtureOfExperts)
+        self.router_norm = RouterNorm(replace(config.norm, multiplier=config.norm.size**-0.5))
+        self.experts_norm = make_norm(config.norm)
+        self.experts_branch_norm = make_norm(config.norm)
+        self.shared_branch_norm = make_norm(config.norm)
+        assert self.joining is not None
+        both = self.experts_branch_norm, self.shared_branch_norm
+        self.joining = self.joining._replace(norms=both)
+
+    def _feed_forward(self, branch: Tensor, residual: Tensor) -> tuple[Branches, Tensor]:
+        assert isinstance(self.mlp, MixtureOfExperts)
+        (for_shared, for_router, for_experts), residual = self.mlp_norm.forward_each(
+            branch, residual, self.router_norm, self.experts_norm
+        )
+        return self.mlp.forward_apart(for_router, for_experts, for_shared), residual
+
+
+class InputLayer(AroundNormLayer):
+    """A layer that takes in a token's vector for it after the feed-forward block (Gemma 4). Between
+    such layers, hidden is complete."""
+
+    passes_partial_sums = False
+
+    def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
+        super().__init__(config, layer_id, context)
+        assert config.layer_input is not None
+        assert self.joining is not None
+        self._layer_id = layer_id
+        self.branch_norm = make_norm(
+            config.norm, Reduction(context.communicator, ReductionSite.MLP)
+        )
+        self._block_joining = self.joining._replace(norm=self.branch_norm, scale=None)
+        self.layer_input = LayerInput(config.layer_input)
+        self.input_norm = make_norm(config.norm)
+        self.joining = Joining(self.input_norm, scale=self.stream_scale)
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite | None, ReductionSite]:
+        """See DecoderLayer.reduction_sites."""
+        return None, ReductionSite.ATTENTION
+
+    def forward(
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        step: Step,
+        indices: Tensor | None = None,
+    ) -> tuple[Branches, Tensor | None]:
+        """See DecoderLayer.forward."""
+        hidden, residual = super().forward(hidden, residual, step, indices)
+        assert residual is not None
+        assert step.inputs is not None
+        residual = self._block_joining.add(hidden, residual)
+        vectors = step.inputs[:, self._layer_id]
+        if indices is not None:
+            vectors = vectors[indices]
+        return self.layer_input.forward(residual, vectors), residual
+
+
+class ApartNormInputLayer(InputLayer, ApartNormLayer):
+    """Both."""
 
 
 class NormAfterLayer(DecoderLayer):
@@ -168,7 +271,7 @@ class NormAfterLayer(DecoderLayer):
     passes_partial_sums = False
 
     @staticmethod
-    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite | None, ReductionSite]:
         """See DecoderLayer.reduction_sites."""
         return ReductionSite.ATTENTION, ReductionSite.MLP
 
@@ -176,13 +279,13 @@ class NormAfterLayer(DecoderLayer):
         self,
         hidden: Branches,
         residual: Tensor | None,
-        backend: AttentionBackend,
+        step: Step,
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         assert isinstance(hidden, Tensor)
-        attended = self.attention.forward(hidden, backend, may_round=indices is None)
-        attended, hidden = self._read_encoder(attended, hidden, backend)
+        attended = self.attention.forward(hidden, step, may_round=indices is None)
+        attended, hidden = self._read_encoder(attended, hidden, step.backend)
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, hidden = attended[indices], hidden[indices]
@@ -221,7 +324,7 @@ class ParallelLayer(DecoderLayer):
     passes_partial_sums = True
 
     @staticmethod
-    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite | None, ReductionSite]:
         """See DecoderLayer.reduction_sites; one per layer, of both blocks, at alternating sites."""
         if layer_id == 0:
             return ReductionSite.EMBEDDING, ReductionSite.EMBEDDING
@@ -232,12 +335,12 @@ class ParallelLayer(DecoderLayer):
         self,
         hidden: Branches,
         residual: Tensor | None,
-        backend: AttentionBackend,
+        step: Step,
         indices: Tensor | None = None,
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         hidden, mlp_hidden, residual = self._normalise(hidden, residual)
-        attended = self.attention.forward(hidden, backend, may_round=indices is None)
+        attended = self.attention.forward(hidden, step, may_round=indices is None)
         if indices is not None:
             assert isinstance(attended, Tensor)
             attended, mlp_hidden = attended[indices], mlp_hidden[indices]
@@ -324,8 +427,15 @@ LAYERS: dict[NormPlacement, type[DecoderLayer]] = {
     "post": PostNormLayer,
     "branch": BranchNormLayer,
     "around": AroundNormLayer,
+    "apart": ApartNormLayer,
     "parallel": ParallelLayer,
     "twin": TwinNormLayer,
+}
+
+
+INPUT_LAYERS: dict[NormPlacement, type[InputLayer]] = {
+    "around": InputLayer,
+    "apart": ApartNormInputLayer,
 }
 
 
@@ -365,14 +475,20 @@ class Stack(nn.Module):
             for each in scales
             if each is not None
         }
+        attentions: list[Attention] = []
         context = LayerContext(
-            len(config.layers), rotaries, biases, self._query_scales, communicator
+            len(config.layers), rotaries, biases, self._query_scales, communicator, attentions
         )
-        layers = [_make_layer(layer, i, context) for i, layer in enumerate(config.layers)]
+        layers: list[DecoderLayer] = []
+        for i, each in enumerate(config.layers):
+            layers.append(_make_layer(each, i, context))
+            attentions.append(layers[-1].attention)
         self.layers = nn.ModuleList(layers)
         last, norm = None, config.final_norm
         if layers[-1].passes_partial_sums:
-            last = Reduction(communicator, layers[-1].reduction_sites(len(layers))[0])
+            site, _ = layers[-1].reduction_sites(len(layers))
+            assert site is not None
+            last = Reduction(communicator, site)
         self.norm = None if norm is None else make_norm(norm, last)
         for layer, following in pairwise([*layers, None]):
             if layer is not None and layer.joining is not None:
@@ -393,20 +509,26 @@ class Stack(nn.Module):
         logits_indices: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of the inputs, or of those at `logits_indices`; see CausalLM.forward."""
-        hidden: Branches = self._begin(self.vectors(inputs), positions)
+        first = self._begin(self.vectors(inputs), positions)
+        step = Step(attention, self._token_inputs(inputs, first), {})
+        hidden: Branches = first
         for scale in self._query_scales.values():
             scale.begin(positions)
         residual: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
-            hidden, residual = layer.forward(hidden, residual, attention)
-        hidden, residual = last.forward(hidden, residual, attention, logits_indices)
+            hidden, residual = layer.forward(hidden, residual, step)
+        hidden, residual = last.forward(hidden, residual, step, logits_indices)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
         assert isinstance(hidden, Tensor), "parallel layers are followed by a norm"
         if residual is not None:
             hidden = add_partial(residual, self.communicator.all_reduce(hidden))
         return hidden
+
+    def _token_inputs(self, inputs: Tensor, embedded: Tensor) -> Tensor | None:
+        """Step.inputs, of `forward`'s inputs and the first layer's."""
+        return None
 
     def _begin(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The first layer's input: embeddings with positions added, normalised and reduced."""
@@ -465,6 +587,9 @@ class Decoder(Stack, CausalLM):
                 cast(CrossAttention, layer.cross_attention) for layer in self.layers
             ]
         self.project_in = None if project_in is None else make_linear(project_in)
+        self.token_inputs: TokenInputs | None = None
+        if config.token_inputs is not None:
+            self.token_inputs = TokenInputs(config.token_inputs, communicator)
         own = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
         self.attention_layers = own + [cross.spec for cross in self._cross_attentions]
         self.project_out = None if project_out is None else make_linear(project_out)
@@ -480,6 +605,9 @@ class Decoder(Stack, CausalLM):
         """See Stack.vectors: the inputs are token ids."""
         vectors = self.embedding.forward(inputs)
         return vectors if self.project_in is None else self.project_in.forward(vectors)
+
+    def _token_inputs(self, inputs: Tensor, embedded: Tensor) -> Tensor | None:
+        return None if self.token_inputs is None else self.token_inputs.forward(inputs, embedded)
 
     def encode(
         self,
@@ -502,5 +630,9 @@ class Decoder(Stack, CausalLM):
 
 
 def _make_layer(config: LayerConfig, layer_id: int, context: LayerContext) -> DecoderLayer:
-    kinds = LAYERS if config.cross_attention is None else CROSS_LAYERS
+    kinds: Mapping[NormPlacement, type[DecoderLayer]] = LAYERS
+    if config.cross_attention is not None:
+        kinds = CROSS_LAYERS
+    elif config.layer_input is not None:
+        kinds = INPUT_LAYERS
     return kinds[config.norm_placement](config, layer_id, context)

@@ -21,8 +21,9 @@ from octavo.errors import ConfigError, ModelError, few
 from octavo.host_memory import return_freed_memory
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
+from octavo.layers.experts import Router
 from octavo.layers.linear import LinearMethod, warn_once
-from octavo.layers.norm import Norm
+from octavo.layers.norm import Norm, StreamScale
 from octavo.models.base import CausalLM, Checkpoint, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
@@ -267,7 +268,7 @@ def _by_head(target: WeightTarget, attention: AttentionConfig) -> WeightTarget:
 
 
 def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
-    """Random weights: norms are 1, everything else is normal with a small deviation.
+    """Random weights: scales are 1, everything else is normal with a small deviation.
 
     Each of a checkpoint's tensors has the same values however the model is sharded.
     """
@@ -296,6 +297,10 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, Norm) and module.weight is not None:
             module.weight.fill_(1.0 - module.config.offset)
+        elif isinstance(module, StreamScale):
+            module.weight.fill_(1.0)
+        elif isinstance(module, Router) and module.scales is not None:
+            module.scales.fill_(1.0)
 
 
 class Rounding:

@@ -35,6 +35,8 @@ OWN_FAMILIES = (
         "gemma2",
         "gemma3_text",
         "gemma3",
+        "gemma4_text",
+        "gemma4",
         "olmo2",
         "olmo3",
         "glm",

@@ -29,6 +29,7 @@ KINDS = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _YARN_FIELDS,
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 _ALIASES = {"su": "longrope"}  # in the first checkpoints of Phi-3
 # Fields of any kind. Whether the weights were tuned for the scaling ("finetuned") changes nothing.
@@ -60,7 +61,7 @@ def read_rotary(
 
 def read_rotaries(
     config: Fields,
-    head_dim: int,
+    head_dim: int | Mapping[str, int],
     max_positions: int,
     thetas: Mapping[str, tuple[str, float]],
 ) -> tuple[RotaryConfig, ...]:
@@ -69,13 +70,15 @@ def read_rotaries(
     Args:
         config: config.json. Its rope_parameters are an object per kind of layer; before
             transformers 5, rope_scaling was that of full attention.
-        head_dim, max_positions: see `read_rotary`.
+        head_dim: elements of a head, in each kind of layer if they differ.
+        max_positions: see `read_rotary`.
         thetas: for each kind in layer_types, what older files call its rope_theta, and the family's
             default.
 
     Returns:
         One for each of `thetas`, in their order.
     """
+    head_dims = dict.fromkeys(thetas, head_dim) if isinstance(head_dim, int) else head_dim
     by_kind = config.get("rope_parameters", None)
     # Beside parameters of kinds of layers, transformers looks for it nowhere but in them.
     config.refuse("original_max_position_embeddings", None)
@@ -86,7 +89,7 @@ def read_rotaries(
                 _of_kind(_old_scaling(config))
                 if kind == "full_attention"
                 else Fields(f"{config.where}: {name}", {}),
-                head_dim,
+                head_dims[kind],
                 max_positions,
                 None,
                 config.number(name, default),
@@ -104,7 +107,7 @@ def read_rotaries(
             raise config.error("rope_parameters", f"{kind} in it must be a JSON object")
         rope = _of_kind(Fields(f"{config.where}: rope_parameters: {kind}", values))
         theta = config.number(name, default)
-        rotaries.append(_read(config, rope, head_dim, max_positions, None, theta))
+        rotaries.append(_read(config, rope, head_dims[kind], max_positions, None, theta))
     return tuple(rotaries)
 
 
@@ -131,10 +134,13 @@ def _read(
     theta: float,
 ) -> RotaryConfig:
     """One rotary embedding; `theta` is the default if `rope` has no rope_theta."""
+    kind = rope.get(rope.either("rope_type", "type"), "default")
     if partial is None:
         config.refuse("partial_rotary_factor", 1.0)
-        rope.refuse("partial_rotary_factor", 1.0)
-    kind = rope.get(rope.either("rope_type", "type"), "default")
+        if kind != "proportional":
+            rope.refuse("partial_rotary_factor", 1.0)
+    elif kind == "proportional":
+        raise UnservedOption(str(rope.error("rope_type", "a part of each head is rotated here")))
     if not isinstance(kind, str) or (kind := _ALIASES.get(kind, kind)) not in KINDS:
         raise UnservedOption(
             f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
@@ -143,8 +149,10 @@ def _read(
         if rope.get(name, None) is not None:
             raise rope.error(name, f"rope_type {kind!r} has no such field")
 
-    dim = _rotary_dim(config, rope, head_dim, 1.0 if partial is None else partial)
     theta = rope.number("rope_theta", theta)
+    if kind == "proportional":
+        return _read_proportional(rope, head_dim, theta)
+    dim = _rotary_dim(config, rope, head_dim, 1.0 if partial is None else partial)
     original = _original_positions(config, rope, max_positions)
     match kind:
         case "linear" | "dynamic":
@@ -203,6 +211,16 @@ def _original_positions(config: Fields, rope: Fields, max_positions: int) -> int
     if config.get(name, None) is not None and original != outside:
         raise rope.error(name, f"outside of it, {name} is {outside}")
     return original
+
+
+def _read_proportional(rope: Fields, head_dim: int, theta: float) -> RotaryConfig:
+    """Whole heads with the frequencies of whole heads, of which only the first ones turn."""
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise rope.error("partial_rotary_factor", "it must be a part of each head, at most 1")
+    turning = int(share * head_dim // 2)
+    factor = rope.number("factor", 1.0)
+    return RotaryConfig(head_dim, theta, "proportional", factor=factor, num_turning=turning)
 
 
 def _read_llama3(rope: Fields, dim: int, theta: float, original: int) -> RotaryConfig:

@@ -270,7 +270,7 @@ def read_rotary_decoder(
     return ModelDescription(
         vocab_size=config.count("vocab_size"),
         hidden_size=heads.hidden_size,
-        max_model_len=max([positions, *(_extended(config, each) for each in rotaries)]),
+        max_model_len=max([positions, *(extended_positions(config, each) for each in rotaries)]),
         layers=tuple(layers),
         rotaries=tuple(rotaries),
         final_norm=norm,
@@ -278,7 +278,7 @@ def read_rotary_decoder(
     )
 
 
-def _extended(config: Fields, rotary: RotaryConfig) -> int:
+def extended_positions(config: Fields, rotary: RotaryConfig) -> int:
     """How many positions YaRN extends the context to."""
     extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
     if extended > MAX_COUNT:

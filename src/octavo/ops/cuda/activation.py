@@ -19,27 +19,37 @@ def apply_gate(gate_up: Tensor, epilogue: Epilogue) -> Tensor:
 
     Computed in float32 and rounded once; rows of gate_up may be strided.
     """
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((num_tokens, size))
+    size = gate_up.shape[1] // 2
+    return apply_gate_to(gate_up[:, :size], gate_up[:, size:], epilogue)
+
+
+def apply_gate_to(gate: Tensor, up: Tensor, epilogue: Epilogue) -> Tensor:
+    """The same of gate and up [num_tokens, size], whose rows may be strided."""
+    num_tokens, size = gate.shape
+    out = gate.new_empty((num_tokens, size))
     if num_tokens:
         _gate_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
-            gate_up,
+            gate,
+            up,
             out,
-            gate_up.stride(0),
+            gate.stride(0),
+            up.stride(0),
             size,
             EPILOGUE=int(epilogue),
             BLOCK=BLOCK,
             num_warps=4,
-            **launch_options(gate_up.device),
+            **launch_options(gate.device),
         )
     return out
 
 
 @triton.jit
 def _gate_kernel(
-    gate_up,
+    gates,
+    ups,
     out,
-    row_stride,
+    gate_stride,
+    up_stride,
     size,
     EPILOGUE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -50,9 +60,8 @@ def _gate_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     wait_previous(PDL)
-    start = gate_up + row * row_stride + columns
-    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(start + size, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     value = activate_gated(gate, up, EPILOGUE)
     tl.store(out + row * size + columns, value.to(out.dtype.element_ty), mask=inside)
 
