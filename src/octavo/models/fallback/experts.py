@@ -18,7 +18,8 @@ from octavo.models.fallback.build import Built
 from octavo.models.fallback.checkpoint import ExpertNames
 from octavo.models.fallback.config import Weight
 from octavo.models.fallback.paged import GROUPED_EXPERTS
-from octavo.models.fallback.replacing import Owners, are_rows_alike, of_all_sizes
+from octavo.models.fallback.probing import are_rows_alike, of_all_sizes
+from octavo.models.fallback.replacing import Owners
 from octavo.ops.epilogue import apply_epilogue
 from octavo.ops.expert_kernels import list_experts
 from octavo.ops.experts import Routed

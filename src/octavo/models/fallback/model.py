@@ -17,6 +17,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.fallback.build import Built, build, sole_use
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
 from octavo.models.fallback.config import TransformersConfig
+from octavo.models.fallback.decoded import Decoded
 from octavo.models.fallback.experts import GroupedExperts, replace_experts
 from octavo.models.fallback.paged import GROUPED_EXPERTS, PAGED_LAYER, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
@@ -137,7 +138,7 @@ class TransformersLM(CausalLM):
         self.decoder = built.base
         # In a tuple, so that it is not one more parameter.
         self._table = (built.model.get_input_embeddings().get_parameter("weight"),)
-        self._decoded = _Decoded(built.base)
+        self._decoded = Decoded(built.base)
         built.model.set_submodule(built.paths[built.base], self._decoded)
         self.rest = built.model
 
@@ -215,37 +216,6 @@ class _NoAttention:
         """See AttentionBackend.forward."""
         group = query.shape[1] // key.shape[1]
         return value.repeat_interleave(group, dim=1).flatten(1)
-
-
-class _Hidden(tuple[Tensor]):
-    """What a decoder returns, with hidden states alone."""
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        """[1, num_tokens, hidden_size]."""
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        """Whatever else decoders return: nothing."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _Decoded(nn.Module):
-    """Stands for a decoder whose hidden states are known, and for decoders inside it, which some
-    models call by themselves (OPT)."""
-
-    hidden: Tensor
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        for name, child in base.named_children():
-            if isinstance(child, PreTrainedModel):
-                self.__dict__[name] = self
-
-    def forward(self, *inputs: Any, **named: Any) -> _Hidden:
-        """Whatever the inputs are."""
-        return _Hidden((self.hidden,))
 
 
 class ModuleSinks:

@@ -105,12 +105,18 @@ class Recording:
     """An operation whose result has a size, or decides something, by what tensors hold."""
     experts: dict[nn.Module, int] = field(default_factory=dict)
     """Those that transformers' interface computes, with how many of them a token takes."""
-    called: set[nn.Module] = field(default_factory=set)
+    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    """The arguments of each module's last call, by place and by name."""
     width: int = 0
     """Elements that a token has in the results of all projections between two attention calls, at
     most."""
     hidden_size: int = 0  # of what the decoder returns
     table_width: int = 0  # elements of all cosines together, for each position
+
+    @property
+    def called(self) -> set[nn.Module]:
+        """All modules that the step has called."""
+        return set(self.given)
 
 
 def record(
@@ -188,7 +194,7 @@ class _Recorder:
             for config in configs.values():
                 config._attn_implementation = RECORDING
             for module in model.modules():
-                hooks.append(module.register_forward_pre_hook(self._note))
+                hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
                 if type(module) is nn.Linear:
                     module.forward = partial(self._project, module)  # type: ignore[method-assign]
                     changed.append(module)
@@ -221,8 +227,8 @@ class _Recorder:
             del AttentionInterface._global_mapping[RECORDING]
             del AttentionMaskInterface._global_mapping[RECORDING]
 
-    def _note(self, module: nn.Module, _: object) -> None:
-        self.found.called.add(module)
+    def _note(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.found.given[module] = inputs, named
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept.append(tensor)

@@ -7,7 +7,6 @@ names of classes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -23,6 +22,14 @@ from octavo.layers.linear import LinearMethod, make_linear
 from octavo.layers.norm import make_norm
 from octavo.models.fallback.build import Built, output_embeddings
 from octavo.models.fallback.config import Weight
+from octavo.models.fallback.probing import (
+    RandomNumbers,
+    Stub,
+    are_rows_alike,
+    called,
+    copied,
+    of_all_sizes,
+)
 from octavo.models.fallback.recording import RotationCall
 from octavo.ops import RotaryTable
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -30,7 +37,6 @@ from octavo.ops.epilogue import Epilogue, apply_epilogue
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL)
 PLAIN = (Epilogue.RELU, Epilogue.SILU, Epilogue.GELU, Epilogue.GELU_TANH)
 PROBED_ROWS, PROBED_SIZE = 64, 8
-PROBED_MAGNITUDES = (-1.0, 4.0)  # powers of 10: activations that clamp show their limits
 PROBED_POSITIONS = 5
 SMALL = 1e-3  # the size of elements with which a norm's epsilon shows
 
@@ -296,48 +302,50 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 # ---------------------------------------------------------------- feed-forward blocks
 
 
-class _Stub(nn.Module):
-    """Returns a tensor, and keeps what it was given."""
+class Block(NamedTuple):
+    """A feed-forward block that octavo's layers compute: by names of its projections."""
 
-    def __init__(self, result: Tensor) -> None:
-        super().__init__()
-        self.result = result
-        self.given: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Whatever x is."""
-        self.given.append(x)
-        return self.result
+    path: str
+    ups: tuple[str, ...]
+    epilogue: Epilogue
+    down: str
 
 
-def _replace_feed_forward(built: Built, held: Mapping[str, Weight], owners: Owners) -> None:
+def feed_forward_blocks(built: Built) -> list[Block]:
+    """Those of a model whose modules are transformers' own still."""
     found, shared = built.recording.linears, _shared(built.model)
-    for path, module in list(built.model.named_modules()):
-        linears = [(n, c) for n, c in module.named_children() if type(c) is nn.Linear]
+    blocks = []
+    for path, module in built.model.named_modules():
+        linears = {n: c for n, c in module.named_children() if type(c) is nn.Linear}
         others = [c for c in module.children() if type(c) is not nn.Linear]
         if len(linears) not in (2, 3) or any(list(each.parameters()) for each in others):
             continue
-        if module._parameters or not all(len(found.get(c, [])) == 1 for _, c in linears):
+        if module._parameters or not all(len(found.get(c, [])) == 1 for c in linears.values()):
             continue
         if any(each in shared for each in module.parameters()):
             continue
-        matched = _as_feed_forward(module, dict(linears))
+        matched = _as_feed_forward(module, linears)
         if matched is None:
             continue
         ups, epilogue, down = matched
-        children = dict(linears)
-        has_biases = {children[name].bias is not None for name in ups}
-        if len(has_biases) != 1:
-            continue
-        into, of_ups = [children[name] for name in ups], tuple(f"{path}.{name}" for name in ups)
-        last, of_down = children[down], (f"{path}.{down}",)
+        if len({linears[name].bias is not None for name in ups}) == 1:
+            blocks.append(Block(path, ups, epilogue, down))
+    return blocks
+
+
+def _replace_feed_forward(built: Built, held: Mapping[str, Weight], owners: Owners) -> None:
+    for path, ups, epilogue, down in feed_forward_blocks(built):
+        module = built.model.get_submodule(path)
+        into = [cast(nn.Linear, module.get_submodule(name)) for name in ups]
+        last = cast(nn.Linear, module.get_submodule(down))
+        of_ups, of_down = tuple(f"{path}.{name}" for name in ups), (f"{path}.{down}",)
         up = make_linear(_as_held(held, of_ups, into))
         down_method = make_linear(_as_held(held, of_down, [last]))
         owners.append((up, of_ups))
         owners.append((down_method, of_down))
         _put(built.model, path, FeedForward(up, epilogue, down_method))
-        for each in children.values():
-            del found[each]
+        for each in (*into, last):
+            del built.recording.linears[each]
 
 
 def _as_feed_forward(
@@ -376,21 +384,21 @@ def _inner_of(
 ) -> tuple[dict[str, Tensor], Tensor] | None:
     """What stubs in the place of `ups` return, and what reaches `down` of it; None if the block is
     not made so."""
-    random = _Random()
+    random = RandomNumbers()
     with torch.device("cpu"):
         size = linears[ups[0]].in_features
         x = random(1, PROBED_ROWS, size)
         scale = PROBED_SIZE / linears[down].in_features
         stubs = {
-            name: _Stub(
+            name: Stub(
                 of_all_sizes(random(1, PROBED_ROWS, round(linears[name].out_features * scale)))
             )
             for name in ups
         }
-        last = _Stub(random(1, PROBED_ROWS, size))
-        probe = _copied(module)
+        last = Stub(random(1, PROBED_ROWS, size))
+        probe = copied(module)
         probe._modules = {**module._modules, **stubs, down: last}
-        result = _called(probe, x)
+        result = called(probe, x)
     is_whole = all(len(each.given) == 1 and each.given[0] is x for each in stubs.values())
     if result is not last.result or not is_whole or len(last.given) != 1:
         return None
@@ -416,7 +424,7 @@ def _replace_norms(built: Built, dtype: torch.dtype, owners: Owners) -> None:
 
 def _as_norm(norm: nn.Module, size: int) -> NormConfig | None:
     """The norm of `size` elements as octavo describes it, if it is one of those."""
-    probe, random = _copied(norm), _Random()
+    probe, random = copied(norm), RandomNumbers()
     with torch.device("cpu"):
         own = {
             name: None if each is None else nn.Parameter(random(*each.shape), requires_grad=False)
@@ -425,7 +433,7 @@ def _as_norm(norm: nn.Module, size: int) -> NormConfig | None:
         probe._parameters = dict(own)
         weight, bias = own.get("weight"), own.get("bias")
         rows = [random(1, PROBED_ROWS, size), SMALL * random(1, PROBED_ROWS, size)]
-        results = [_called(probe, each) for each in rows]
+        results = [called(probe, each) for each in rows]
     for config in _candidates(norm, size, weight is not None, bias is not None):
         scale = None if weight is None else weight + config.offset
         if config.kind == "rms":
@@ -469,7 +477,7 @@ def form_of(call: RotationCall, rotary: Rotary, head_dim: int) -> RotationForm |
         return None
     num = min(PROBED_POSITIONS, len(cos))
     cos, sin = cos[:num].cpu(), sin[:num].cpu()  # where the function is tried out
-    random = _Random()
+    random = RandomNumbers()
     query, key = random(1, 2, num, head_dim), random(1, 1, num, head_dim)
     try:
         results = _rotated(call, query, key, cos.unsqueeze(0), sin.unsqueeze(0))
@@ -504,48 +512,3 @@ def _rotates_as(table: RotaryTable, x: Tensor, result: Tensor, positions: Tensor
         return False
     rotated = table.apply(x[0].transpose(0, 1), positions).transpose(0, 1)
     return torch.allclose(rotated, result[0], 1e-4, 1e-5)
-
-
-# ---------------------------------------------------------------- probing
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """The module without its hooks, with the same submodules and parameters."""
-    probe = copy.copy(module)
-    probe.__dict__ = dict(module.__dict__)
-    return probe
-
-
-def _called(module: nn.Module, x: Tensor) -> object:
-    """The module's result; None if it needs more than a tensor."""
-    try:
-        with torch.no_grad():
-            return type(module).forward(module, x)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
-        return None
-
-
-def of_all_sizes(values: Tensor) -> Tensor:
-    """Normal numbers [..., rows, n], of which each row has another size."""
-    sizes = torch.logspace(*PROBED_MAGNITUDES, values.shape[-2], device=values.device)
-    return values * sizes[:, None]
-
-
-def are_rows_alike(result: Tensor, expected: Tensor) -> bool:
-    """Whether no element differs by more than rounding: an activation's tail is the difference of
-    numbers as large as its input."""
-    if result.shape != expected.shape:
-        return False
-    largest = expected.abs().amax(-1, keepdim=True)
-    return bool(((result - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * largest).all())
-
-
-class _Random:
-    """Normal numbers, in every place others: tensors of one shape must not be taken for each
-    other."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator("cpu").manual_seed(0)
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device="cpu")
