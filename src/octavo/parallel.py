@@ -3,8 +3,9 @@
 Projections are split as in Megatron-LM (arXiv:1909.08053). Those that open a block (Q, K and V,
 gate and up) are column-parallel: each rank computes some of the heads, or of the intermediate
 elements. Those that close it (the attention's output, down) are row-parallel: each rank computes a
-partial sum of the result from its own heads or elements. The embedding and the head are divided by
-rows of the vocabulary. Everything else is the same on all ranks.
+partial sum of the result from its own heads or elements. The head is divided by rows of the
+vocabulary, and so is the embedding of octavo's own families. Everything else is the same on all
+ranks.
 """
 
 from __future__ import annotations

@@ -82,6 +82,22 @@ def reference_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def reference_beams(model: PreTrainedModel, prompt: list[int], width: int) -> list[list[int]]:
+    """What transformers' beam search finds, best first."""
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: list[list[int]] = found[:, len(prompt) :].tolist()
+    return tokens
+
+
 def served_tokens(directory: Path, **options: object) -> list[list[int]]:
     """The same by octavo: in chunks, beside each other, then again from the prefix cache."""
     given = {

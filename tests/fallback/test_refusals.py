@@ -40,6 +40,7 @@ from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
 
 CPU = torch.device("cpu")
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
 
 
 def refused(directory: Path, model_type: str, impl: ModelImpl = "auto", **fields: Any) -> str:
@@ -330,10 +331,22 @@ def test_native_needs_a_family(tmp_path: Path) -> None:
         LLM(tmp_path, model_impl="vllm")
 
 
-def test_several_devices_are_refused(tmp_path: Path) -> None:
-    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="2 ranks cannot share Ernie4_5_MoeForCausalLM") as error:
-        LLM(tmp_path, load_format="dummy", tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (3, {}, r"the number of attention heads \(4\) cannot be divided evenly among 3 ranks"),
+        (3, SIX_HEADS, r"the number of KV heads \(2\) neither divides 3 ranks"),
+        (4, {"intermediate_size": 50}, r"the intermediate size of model.layers.0.mlp \(50\)"),
+        (4, {"moe_intermediate_size": 50}, r"the intermediate size of an expert \(50\)"),
+        (4, {"vocab_size": 5}, "4 ranks are too many for a vocabulary of 5 tokens"),
+    ],
+)
+def test_several_devices_that_cannot_share_a_model_are_refused(
+    size: int, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    shrunken_config("ernie4_5_moe", **fields).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message) as error:
+        LLM(tmp_path, load_format="dummy", tensor_parallel_size=size)
     assert error.value.field == "tensor_parallel_size"
 
 

@@ -38,6 +38,7 @@ from octavo.models.fallback.experts import GroupedExperts, experts_config
 from octavo.models.fallback.model import TransformersLM
 from octavo.models.fallback.paged import PAGED_LAYER
 from octavo.models.fallback.recording import is_norm
+from octavo.models.fallback.sums import RankSums
 from octavo.models.loader import build_model, load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -423,7 +424,7 @@ def test_grouped_experts_are_those_of_transformers(
     described = experts_config(experts, top_k=2)
     assert described is not None
     described = replace(described, transposed=is_transposed, alternating=is_alternating)
-    grouped = GroupedExperts(described)
+    grouped = GroupedExperts(described, RankSums(SingleRank()))
     grouped.num_hit = torch.zeros(1, dtype=torch.int64)
     stored = {name: each.detach() for name, each in experts.named_parameters()}
     if is_alternating:
@@ -449,7 +450,7 @@ def test_results_of_experts_have_the_dtype_of_their_inputs(num_parts: int | None
     config = ExpertsConfig(
         hidden_size=8, intermediate_size=8, activation="silu", routing=routing, method="quantized"
     )
-    grouped = GroupedExperts(config)
+    grouped = GroupedExperts(config, RankSums(SingleRank()))
     grouped.num_hit = torch.zeros(1, dtype=torch.int64)
     shape = (5, 8) if num_parts is None else (num_parts, 5, 8)
     grouped.method.forward_partial = lambda hidden, routed: torch.ones(shape)

@@ -18,6 +18,7 @@ from fallback.sweep import (
     NUM_TOKENS,
     Reference,
     prompts,
+    reference_beams,
     reference_tokens,
     served_tokens,
     write_reference,
@@ -209,17 +210,8 @@ def test_beams_equal_transformers(model_type: str) -> None:
     with load(model_type) as llm:
         params = BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS, ignore_eos=True)
         [output] = llm.beam_search(prompt, params, use_tqdm=False)
-    with torch.inference_mode():
-        found = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            num_beams=4,
-            num_return_sequences=4,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    assert [each.token_ids for each in output.outputs] == found[:, len(prompt) :].tolist()
+    beams = reference_beams(model, prompt, 4)
+    assert [each.token_ids for each in output.outputs] == beams
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])

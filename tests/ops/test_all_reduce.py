@@ -25,6 +25,21 @@ class Neighbour(PeerCommunicator):
 EMPTY = {torch.int16: -(2**15), torch.int32: -(2**31)}
 
 
+def test_sums_that_no_norm_follows(device: torch.device) -> None:
+    """See layers.norm.sum_over_ranks."""
+    rows, size = 2, 24
+    own = torch.randn(2, rows, size, device=device)  # splits of a product
+    other = torch.randn(rows, size, device=device)
+    memory = torch.full((2, 1, rows, size), EMPTY[torch.int32], dtype=torch.int32, device=device)
+    memory[0, 0] = other.view(torch.int32)
+    addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
+    exchange = Exchange(addresses, 0, 2, rows, torch.float32, two_shot=False)
+    reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
+    total = torch.zeros(rows, size, device=device)
+    assert norm(own, None, 0.0, total, True, reduction=reduction) == []
+    torch.testing.assert_close(total, own.sum(0) + other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (1, 3)])
 @pytest.mark.parametrize("splits", [1, 2])

@@ -22,7 +22,7 @@ from octavo.parallel import Shard
 
 TIMEOUT = 300  # seconds; Triton's interpreter on a busy machine takes tens
 # It imports transformers and octavo, which would take each process seconds.
-PRELOADED = ["sharded"]
+PRELOADED = ["sharded", "octavo.models.fallback.model"]
 
 
 class Ranks:

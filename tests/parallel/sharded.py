@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import Communicator
 from octavo.parallel import Shard
+from octavo.registry import EXECUTORS
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.worker import Worker
 
@@ -65,6 +68,19 @@ def _divides(directory: Path, size: int) -> bool:
     except ConfigError:
         return False
     return True
+
+
+@contextmanager
+def executor_on(ranks: Ranks | None) -> Iterator[str]:
+    """The name of an executor whose workers are those ranks; None: of the usual one."""
+    if ranks is None:
+        yield "local"
+        return
+    EXECUTORS.register("ranks", functools.partial(RanksExecutor, ranks))
+    try:
+        yield "ranks"
+    finally:
+        EXECUTORS._entries.pop("ranks")
 
 
 class RanksExecutor:

@@ -8,6 +8,7 @@ from sharded import model_for
 from test_tensor_parallel import NUM_TOKENS, PROMPTS, compare, params, run_all
 
 from octavo import LLM
+from octavo.config import ModelImpl
 from octavo.outputs import RequestOutput
 
 pytestmark = [
@@ -16,10 +17,15 @@ pytestmark = [
 ]
 
 
+NATIVE = [(name, "native") for name in ("gpt2", "opt-350m", "llama3", "qwen2", "olmo2")]
+# Of the last, all ranks project all heads.
+OTHERS = [(name, "transformers") for name in ("llama3", "gpt_oss", "phi3")]
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("num_gpus", [2, 4])
-@pytest.mark.parametrize("name", ["gpt2", "opt-350m", "llama3", "qwen2", "olmo2"])
-def test_the_same_tokens(name: str, num_gpus: int, graphs: bool) -> None:
+@pytest.mark.parametrize(("name", "model_impl"), NATIVE + OTHERS)
+def test_the_same_tokens(name: str, model_impl: ModelImpl, num_gpus: int, graphs: bool) -> None:
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
     directory = model_for(name, num_gpus)
@@ -29,6 +35,7 @@ def test_the_same_tokens(name: str, num_gpus: int, graphs: bool) -> None:
         with LLM(
             str(directory),
             device="cuda",
+            model_impl=model_impl,
             dtype="float32",
             tensor_parallel_size=size,
             cuda_graphs=graphs,

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from sharded import RanksExecutor, model_for, spoil_embedding
+from sharded import executor_on, model_for, spoil_embedding
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.outputs import RequestOutput
-from octavo.registry import EXECUTORS
 
 RanksOf = Callable[[int], Ranks]
 LENGTHS = (3, 16, 33, 50)
@@ -29,15 +28,11 @@ def engine(name: str, size: int, ranks: Ranks | None = None, **options: Any) -> 
     if directory is None:
         pytest.skip(f"{name} has no variant for {size} ranks")
     options = {"num_blocks": 200, "max_num_seqs": 16, "max_model_len": 80, **options}
-    executor = "local"
-    if ranks is not None:
-        executor = "ranks"
-        EXECUTORS.register(executor, functools.partial(RanksExecutor, ranks))
-    try:
-        with LLM(str(directory), executor=executor, num_threads=1, **options) as llm:
-            yield llm
-    finally:
-        EXECUTORS._entries.pop("ranks", None)
+    with (
+        executor_on(ranks) as executor,
+        LLM(str(directory), executor=executor, num_threads=1, **options) as llm,
+    ):
+        yield llm
 
 
 def params(**fields: Any) -> SamplingParams:

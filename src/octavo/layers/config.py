@@ -178,6 +178,11 @@ class LinearConfig:
         return self.in_features * self.in_shard.size, slice(start, start + self.in_features)
 
     @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other outputs or inputs."""
+        return any(each.size > 1 for each in (self.in_shard, *self.out_shards))
+
+    @property
     def has_bias(self) -> bool:
         """Whether this part adds the bias: of partial sums, the first does."""
         return self.bias and self.in_shard.rank == 0

@@ -330,5 +330,16 @@ def add_partial(residual: Tensor, hidden: Branches) -> Tensor:
     return residual
 
 
+def sum_over_ranks(partial: Tensor, dtype: torch.dtype, reduction: Reduction) -> Tensor:
+    """What all ranks have of a sum, added up where no norm follows: [num_rows, size] in `dtype`.
+
+    partial: this rank's part, [num_rows, size], or on a GPU [num_splits, num_rows, size]
+    (LinearMethod.forward_partial).
+    """
+    total = torch.zeros(partial.shape[-2:], dtype=dtype, device=partial.device)
+    _norm_on(partial)(partial, None, 0.0, total, is_rms=True, reduction=reduction)
+    return total
+
+
 def _parameter(size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size), requires_grad=False)

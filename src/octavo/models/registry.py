@@ -284,6 +284,8 @@ def _read_through_transformers(source: ModelSource) -> ModelConfig:
         lookup_parameters=reading.lookup_parameters,
         table_width=reading.table_width,
         weights=reading.weights,
+        whole_heads=reading.whole_heads,
+        divides_head=reading.divides_head,
     )
     if quantization is None:
         return described

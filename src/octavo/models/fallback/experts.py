@@ -20,6 +20,7 @@ from octavo.models.fallback.config import Weight
 from octavo.models.fallback.paged import GROUPED_EXPERTS
 from octavo.models.fallback.probing import are_rows_alike, of_all_sizes
 from octavo.models.fallback.replacing import Owners
+from octavo.models.fallback.sums import RankSums
 from octavo.ops.epilogue import apply_epilogue
 from octavo.ops.expert_kernels import list_experts
 from octavo.ops.experts import Routed
@@ -35,20 +36,26 @@ class GroupedExperts(nn.Module):
     num_hit: Tensor
     """int64 [1] on the weights' device: each call adds how many experts some token takes."""
 
-    def __init__(self, config: ExpertsConfig) -> None:
+    def __init__(self, config: ExpertsConfig, sums: RankSums) -> None:
+        """sums: adds up what ranks compute that have parts of the experts."""
         super().__init__()
+        self._sums = sums if config.shard.size > 1 else None
+        if self._sums is not None:
+            self._sums.add_place()
         self.method: ExpertsMethod = make_experts(config)
         self._num_experts, self.top_k = config.routing.num_experts, config.routing.top_k
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """hidden [num_tokens, size], ids and weights [num_tokens, top_k] -> [num_tokens, size].
 
-        Ids are those of experts: transformers' routers name others only where ranks divide the
-        experts, and no ranks share these models (TransformersConfig.sharded).
+        Ids are those of experts: transformers' routers name others only where its own plans divide
+        the experts among ranks, which are not used.
         """
         ids, weights = ids.int().contiguous(), weights.float().contiguous()
         lists = list_experts(ids, self._num_experts, self.num_hit)
         result = self.method.forward_partial(hidden, Routed(ids, weights, lists))
+        if self._sums is not None:
+            return self._sums.total(result, hidden.dtype)
         return (result if result.dim() == 2 else result.sum(0)).to(hidden.dtype)
 
 
@@ -93,7 +100,11 @@ def find_experts(built: Built) -> dict[nn.Module, ExpertsConfig]:
 
 
 def replace_experts(
-    built: Built, dtype: torch.dtype, held: Mapping[str, Weight], names: ExpertNames
+    built: Built,
+    dtype: torch.dtype,
+    held: Mapping[str, Weight],
+    names: ExpertNames,
+    sums: RankSums,
 ) -> Owners:
     """Put GroupedExperts into the experts of a model on the meta device, whose own parameters have
     no elements from then on.
@@ -103,6 +114,7 @@ def replace_experts(
         dtype: that it is computed in.
         held: what layers of octavo's hold, by names of modules.
         names: what tensors the experts of each module are in, by its name.
+        sums: see GroupedExperts.
 
     Returns:
         The methods that own the weights.
@@ -114,7 +126,7 @@ def replace_experts(
         parameters = module._parameters
         if not isinstance(config, ExpertsConfig) or module.get_parameter(DOWN).dtype != dtype:
             continue
-        grouped = GroupedExperts(config)
+        grouped = GroupedExperts(config, sums)
         for name in parameters:
             parameters[name] = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         module.add_module(GROUPED_EXPERTS, grouped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,18 +11,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.errors import ModelError
-from octavo.layers.base import WeightTarget, WeightTargets
-from octavo.layers.config import ExpertsConfig
+from octavo.layers.base import WeightOwner, WeightTarget, WeightTargets
+from octavo.layers.config import ExpertsConfig, LinearConfig
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.models.fallback.build import Built, build, sole_use
+from octavo.models.fallback.build import Built, build, output_embeddings, sole_use
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.fallback.decoded import Decoded
 from octavo.models.fallback.experts import GroupedExperts, replace_experts
-from octavo.models.fallback.paged import GROUPED_EXPERTS, PAGED_LAYER, PagedLayer, Step
+from octavo.models.fallback.paged import GROUPED_EXPERTS, PAGED_LAYER, OwnHeads, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
-from octavo.models.fallback.replacing import Owners, Rotary, form_of, replace_modules
+from octavo.models.fallback.replacing import (
+    Owners,
+    Rotary,
+    form_of,
+    linear_config,
+    replace_modules,
+)
+from octavo.models.fallback.sums import RankSums
 from octavo.models.safetensors_paths import tensor_names
 from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, Sinks
 from octavo.ops.communicator import Communicator
@@ -39,9 +47,10 @@ class TransformersLM(CausalLM):
     ) -> None:
         """`config`: a TransformersConfig."""
         super().__init__()
-        assert communicator.shard.size == 1, "TransformersConfig.sharded has refused it"
         assert isinstance(config, TransformersConfig)
+        assert config.shard == communicator.shard
         self._config = config
+        self._sums = RankSums(communicator)
         self._step = Step()
         self._num_uncounted = 0  # experts that a step of one token takes and kernels do not count
 
@@ -86,17 +95,46 @@ class TransformersLM(CausalLM):
             ]
         for module, rotary in rotaries.items():
             built.model.set_submodule(built.paths[module], rotary)
-        owners = replace_modules(built, dtype, held, config.head)
-        of_experts = replace_experts(built, dtype, held, checkpoint.expert_names)
+        owners = replace_modules(built, dtype, held, self._head(built), self._sums)
+        of_experts = replace_experts(built, dtype, held, checkpoint.expert_names, self._sums)
         self._count_experts(built.model, device)
-        _tie(built.model, parameters, owners)
+        tied = _tie(built.model, parameters, owners)
         owners += of_experts
         made = _with_memory(built.model, owners, dtype, device)
-        checkpoint.targets = _targets(built.model, parameters, owners, made)
+        divided = tied if config.divides_head and config.shard.size > 1 else None
+        checkpoint.targets = _targets(built.model, parameters, owners, made, divided)
+        if divided is not None:
+            [(_, tokens)] = config.head.out_ranges()
+            rows = divided.get_parameter("weight")[tokens]
+            divided.weight = nn.Parameter(rows, requires_grad=False)
         checkpoint.names = dict(owners)
         self.checkpoint = checkpoint
         self._first_position = built.first_position
         self._take(built)
+
+    def _head(self, built: Built) -> LinearConfig:
+        """The projection to logits, as it is held."""
+        config, head = self._config, self._config.head
+        found = output_embeddings(built.model)
+        if config.divides_head or type(found) is not nn.Linear:
+            return head
+        copy = head.copy if config.shard.size == 1 else None
+        return replace(linear_config([found]), method=head.method, copy=copy)
+
+    def _own_heads(self, number: int) -> OwnHeads | None:
+        """See PagedLayer.own_heads."""
+        config = self._config
+        if config.shard.size == 1 or not config.whole_heads[number]:
+            return None
+        attention = config.layers[number].attention
+        query, kv = (
+            slice(shard.rank * count, (shard.rank + 1) * count)
+            for shard, count in (
+                (attention.shard, attention.num_heads),
+                (attention.kv_shard, attention.num_kv_heads),
+            )
+        )
+        return OwnHeads(query, kv, self._sums.communicator)
 
     def _attention_layer(
         self, number: int, call: AttentionCall, rotaries: dict[nn.Module, Rotary]
@@ -105,6 +143,7 @@ class TransformersLM(CausalLM):
         size, module = described.head_dim, call.module
         layer = PagedLayer(number, self._step, size, call.value_dim, self._dtype)
         setattr(module, PAGED_LAYER, layer)
+        layer.own_heads = self._own_heads(number)
         if call.rotated is not None and call.head_dim == size:
             kind, rotary = call.rotated.rotary.kind, rotaries[call.rotated.rotary.module]
             form = form_of(call.rotated, rotary, size)
@@ -112,7 +151,11 @@ class TransformersLM(CausalLM):
                 layer.rotary = rotary.halves(kind, form)
                 leave = _not_rotated if call.rotated.is_of_both else _not_rotated_alone
                 module.forward = with_rotation(module, leave)
-        sinks: Sinks | None = None if call.sinks is None else ModuleSinks(module, call.sinks)
+        sinks: Sinks | None = None
+        if call.sinks is not None:
+            first = described.shard.rank * described.num_heads
+            heads = slice(first, first + described.num_heads)
+            sinks = ModuleSinks(module, call.sinks, heads)
         return LayerSpec(
             layer_id=number,
             num_heads=described.num_heads,
@@ -190,6 +233,7 @@ class TransformersLM(CausalLM):
     ) -> Tensor:
         """See CausalLM.forward; the last layer computes all tokens."""
         self._step.backend = attention
+        self._sums.begin()
         if self._first_position:
             positions = positions + self._first_position
         hidden: Tensor = self.decoder(
@@ -206,7 +250,8 @@ class TransformersLM(CausalLM):
         self._decoded.hidden = rows
         logits: Tensor = self.rest(inputs_embeds=rows, use_cache=False).logits[0]
         logits = logits if logits.device.type == "cuda" else logits.float()
-        return logits[:, : self._config.vocab_size]
+        [(_, own)] = self._config.head.out_ranges()
+        return logits[:, : own.stop - own.start] if self._config.divides_head else logits[:, own]
 
 
 class _NoAttention:
@@ -219,15 +264,16 @@ class _NoAttention:
 
 
 class ModuleSinks:
-    """Attention sinks that are a parameter of transformers' module."""
+    """Attention sinks that are a parameter of transformers' module, of the heads of all ranks."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: nn.Module, name: str, heads: slice) -> None:
+        """heads: this rank's."""
+        self._module, self._name, self._heads = module, name, heads
 
     @property
     def weight(self) -> Tensor:
         """[num_heads]."""
-        return self._module.get_parameter(self._name)
+        return self._module.get_parameter(self._name)[self._heads]
 
 
 def _not_rotated(query: Tensor, key: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -251,15 +297,21 @@ def _fill_buffers(model: PreTrainedModel) -> None:
         model.initialize_weights()  # type: ignore[no-untyped-call]
 
 
-def _tie(model: nn.Module, state: dict[str, Tensor], owners: Owners) -> None:
-    """Let layers of octavo's share the parameters that transformers has tied to its modules'."""
+def _tie(model: nn.Module, state: dict[str, Tensor], owners: Owners) -> WeightOwner | None:
+    """Let layers of octavo's share the parameters that transformers has tied to its modules'.
+    Returns the one that shares a weight, if there is one: the projection to logits."""
     left = {id(each) for each in model.parameters()}
+    found: WeightOwner | None = None
     for owner, names in owners:
         for own in ("weight", "bias"):
             shared = state.get(f"{names[0]}.{own}")
             if id(shared) in left:
                 assert len(names) == 1, "nothing is tied to a part of a merged projection"
                 setattr(owner, own, shared)
+                if own == "weight":
+                    assert found is None, "nothing else shares a weight"
+                    found = owner
+    return found
 
 
 def _with_memory(
@@ -284,12 +336,20 @@ def _with_memory(
 
 
 def _targets(
-    model: nn.Module, state: dict[str, Tensor], owners: Owners, made: dict[int, nn.Parameter]
+    model: nn.Module,
+    state: dict[str, Tensor],
+    owners: Owners,
+    made: dict[int, nn.Parameter],
+    tied: WeightOwner | None,
 ) -> WeightTargets:
-    """Where tensors go, by transformers' names; `state` has the parameters without memory."""
+    """Where tensors go, by transformers' names; `state` has the parameters without memory. `tied`
+    owns nothing but a table of embeddings, all of which is loaded: it will compute with a part."""
     found: WeightTargets = {}
     for owner, names in owners:
-        found |= owner.targets(names)
+        if owner is tied:
+            found[f"{names[0]}.weight"] = WeightTarget.whole(owner.get_parameter("weight"))
+        else:
+            found |= owner.targets(names)
     for name, each in state.items():
         path, _, last = name.rpartition(".")
         if name not in found and not _holds_experts(model, path):

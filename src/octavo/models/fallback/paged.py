@@ -7,7 +7,7 @@ function of octavo's name, so that transformers makes no masks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_f
 from transformers.modeling_utils import AttentionInterface
 
 from octavo.ops import AttentionBackend, RotaryTable
+from octavo.ops.communicator import Communicator
 
 ATTENTION, EXPERTS = "octavo_paged", "octavo_experts"
 PAGED_LAYER = "_octavo_paged_layer"  # the attribute of modules that call the attention
@@ -29,6 +30,14 @@ class Step:
     __slots__ = ("backend",)
 
     backend: AttentionBackend
+
+
+class OwnHeads(NamedTuple):
+    """Which of the heads of all ranks are this one's."""
+
+    query: slice
+    kv: slice
+    communicator: Communicator
 
 
 class PagedLayer:
@@ -52,11 +61,15 @@ class PagedLayer:
         self.dtype = dtype
         self.rotary: RotaryTable | None = None
         """Set if the backend rotates queries and keys, instead of the module."""
+        self.own_heads: OwnHeads | None = None
+        """Set if the module has the heads of all ranks, of which this one attends with its own."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [1, num_heads, num_tokens, size], key and value [1, num_kv_heads, num_tokens, size]
         -> [1, num_tokens, num_heads, value_dim]."""
-        size = self.head_dim
+        size, own = self.head_dim, self.own_heads
+        if own is not None:
+            query, key, value = query[:, own.query], key[:, own.kv], value[:, own.kv]
         attended = self.step.backend.forward(
             self.layer_id,
             _flat(query.to(self.dtype), size),
@@ -64,6 +77,8 @@ class PagedLayer:
             _flat(value.to(self.dtype), size),
             self.rotary,
         )
+        if own is not None:
+            attended = own.communicator.all_gather(attended).transpose(0, 1).flatten(1)
         attended = attended.to(query.dtype).view(1, attended.shape[0], -1, size)
         return attended if self.value_dim == size else attended[..., : self.value_dim]
 

@@ -16,7 +16,8 @@ from octavo.json_fields import Fields
 from octavo.layers.config import AttentionConfig, ExpertsConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.fallback.build import Built, build, is_known, output_embeddings
-from octavo.models.fallback.config import NamedWeight, Weight
+from octavo.models.fallback.config import UNDIVIDED, Division, NamedWeight, Weight
+from octavo.models.fallback.dividing import divides_head, find_divisions
 from octavo.models.fallback.experts import find_experts
 from octavo.models.fallback.recording import AttentionCall
 from octavo.models.fallback.replacing import layer_number, linear_config, merged_linears
@@ -34,6 +35,8 @@ class Reading:
     lookup_parameters: int
     table_width: int
     weights: tuple[tuple[NamedWeight, ...], ...]
+    whole_heads: tuple[bool, ...]
+    divides_head: bool
     layers_path: str
     bos_token_id: object
     eos_token_id: object
@@ -71,7 +74,10 @@ def read(directory: Path, config: Fields) -> Reading:
         if layer.kv_source is not None and not layer.can_read_kv_of(layers[layer.kv_source]):
             layer = replace(layer, kv_source=None)  # it keeps the same keys and values once more
         layers.append(layer)
-    hf_config = built.model.config
+    hf_config, head = built.model.config, output_embeddings(built.model)
+    divided = {
+        name for of in weights for each in of if any(each.division.outputs) for name in each.names
+    }
     own = {id(each): each for each in built.model.parameters()}
     return Reading(
         description=ModelDescription(
@@ -81,6 +87,7 @@ def read(directory: Path, config: Fields) -> Reading:
             layers=tuple(layers),
             final_norm=None,
             tied_embeddings=built.has_tied_embeddings,
+            head_bias=type(head) is nn.Linear and head.bias is not None,
         ),
         model_type=model_type,
         architecture=architecture,
@@ -88,6 +95,11 @@ def read(directory: Path, config: Fields) -> Reading:
         lookup_parameters=_lookup_parameters(built),
         table_width=3 * built.recording.table_width,
         weights=weights,
+        whole_heads=tuple(
+            not any(name.startswith(f"{call.path}.") for name in divided)
+            for call in built.recording.calls
+        ),
+        divides_head=divides_head(built),
         layers_path=_layers_path(built),
         bos_token_id=_of_either(hf_config, "bos_token_id"),
         eos_token_id=_of_either(hf_config, "eos_token_id"),
@@ -114,19 +126,27 @@ def _lookup_parameters(built: Built) -> int:
 def _weights(built: Built) -> tuple[tuple[NamedWeight, ...], ...]:
     """See TransformersConfig."""
     by_layer: dict[int, list[NamedWeight]] = {}
-
-    def add(modules: Sequence[nn.Module], config: Weight) -> None:
-        names = tuple(built.paths[each] for each in modules)
-        number = layer_number(names[0])
-        if number is not None:
-            by_layer.setdefault(number, []).append(NamedWeight(names, config))
-
     experts = find_experts(built)
     # What has an output for each expert of a model, or one for all, is a router or a gate.
     few = {1, *(each.routing.num_experts for each in experts.values())} if experts else set()
-    for linears in merged_linears(built):
-        if few.isdisjoint(each.out_features for each in linears):
-            add(linears, linear_config(linears))
+    merged = [
+        linears
+        for linears in merged_linears(built)
+        if few.isdisjoint(each.out_features for each in linears)
+        and layer_number(built.paths[linears[0]]) is not None
+    ]
+    divisions = find_divisions(built, {each for linears in merged for each in linears})
+
+    def add(modules: Sequence[nn.Module], config: Weight, division: Division = UNDIVIDED) -> None:
+        names = tuple(built.paths[each] for each in modules)
+        number = layer_number(names[0])
+        if number is not None:
+            by_layer.setdefault(number, []).append(NamedWeight(names, config, division))
+
+    for linears in merged:
+        parts = [divisions.get(each, Division(outputs=(0,))) for each in linears]
+        division = Division(tuple(n for each in parts for n in each.outputs), parts[0].inputs)
+        add(linears, linear_config(linears), division)
     for module, config in experts.items():
         add([module], config)
     return tuple(tuple(by_layer.get(i, ())) for i in range(max(by_layer, default=-1) + 1))

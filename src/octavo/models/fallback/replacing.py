@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.errors import ConfigError
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import LinearConfig, NormConfig
 from octavo.layers.linear import LinearMethod, make_linear
@@ -31,8 +32,10 @@ from octavo.models.fallback.probing import (
     of_all_sizes,
 )
 from octavo.models.fallback.recording import RotationCall
+from octavo.models.fallback.sums import RankSums
 from octavo.ops import RotaryTable
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.parallel import OPTION
 
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL)
 PLAIN = (Epilogue.RELU, Epilogue.SILU, Epilogue.GELU, Epilogue.GELU_TANH)
@@ -45,7 +48,7 @@ Owners = list[tuple[WeightOwner, tuple[str, ...]]]
 
 
 class Projection(nn.Module):
-    """Stands for a Linear."""
+    """Stands for a Linear, or for this rank's part of its outputs."""
 
     def __init__(self, method: LinearMethod, linear: nn.Linear) -> None:
         super().__init__()
@@ -54,10 +57,22 @@ class Projection(nn.Module):
         self.weight = linear.weight.detach()  # without data, for code that asks for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return self.method.forward(x.reshape(-1, self.in_features)).view(
-            *x.shape[:-1], self.out_features
-        )
+        """[..., in_features] -> [..., outputs]."""
+        return self.method.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class SummedProjection(Projection):
+    """Stands for a Linear of which each rank has a part of the inputs."""
+
+    def __init__(self, method: LinearMethod, linear: nn.Linear, sums: RankSums) -> None:
+        super().__init__(method, linear)
+        self._sums = sums
+        sums.add_place()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., this rank's inputs] -> [..., out_features]."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self._sums.project(self.method, flat).view(*x.shape[:-1], -1)
 
 
 class MergedProjections(nn.Module):
@@ -83,7 +98,7 @@ class MergedProjections(nn.Module):
 
 
 class ProjectionPart(nn.Module):
-    """Stands for one of the Linears of MergedProjections."""
+    """Stands for one of the Linears of MergedProjections, or for this rank's part of it."""
 
     def __init__(self, whole: MergedProjections, number: int, linear: nn.Linear) -> None:
         super().__init__()
@@ -93,21 +108,31 @@ class ProjectionPart(nn.Module):
         self.weight = linear.weight.detach()  # without data, for code that asks for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], dense in its last dimension alone."""
+        """[..., in_features] -> [..., outputs], dense in its last dimension alone."""
         return self._whole[0].part(self._number, x)
 
 
 class FeedForward(nn.Module):
     """Stands for a block of two or three Linears with an activation, gated or not."""
 
-    def __init__(self, up: LinearMethod, epilogue: Epilogue, down: LinearMethod) -> None:
+    def __init__(
+        self, up: LinearMethod, epilogue: Epilogue, down: LinearMethod, sums: RankSums | None
+    ) -> None:
+        """sums: set if each rank has a part of the elements between the projections."""
         super().__init__()
         self.up, self.epilogue, self.down = up, epilogue, down
+        self._sums = sums
+        if sums is not None:
+            sums.add_place()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> the same."""
-        flat = x.reshape(-1, x.shape[-1])
-        return self.down.forward(self.up.forward(flat, self.epilogue)).view(*x.shape[:-1], -1)
+        inner = self.up.forward(x.reshape(-1, x.shape[-1]), self.epilogue)
+        if self._sums is None:
+            result = self.down.forward(inner)
+        else:
+            result = self._sums.project(self.down, inner)
+        return result.view(*x.shape[:-1], -1)
 
 
 class RowNorm(nn.Module):
@@ -192,23 +217,29 @@ class Rotary(nn.Module):
 
 
 def replace_modules(
-    built: Built, dtype: torch.dtype, held: Mapping[str, Weight], head: LinearConfig
+    built: Built,
+    dtype: torch.dtype,
+    held: Mapping[str, Weight],
+    head: LinearConfig,
+    sums: RankSums,
 ) -> Owners:
     """Put octavo's layers into the model, which is on the meta device.
 
     Args:
         built: the model.
         dtype: that it is computed in.
-        held: what the projections of its layers are, by names of modules.
-        head: how the projection to logits is held (`method`, `copy`), whatever its shape.
+        held: what the projections of its layers are, by names of modules; parts of them, where
+            ranks share the model.
+        head: the projection to logits, or this rank's part of it.
+        sums: adds up the results of projections of which each rank has a part of the inputs.
 
     Returns:
         The layers that own weights.
     """
     owners: Owners = []
     _replace_norms(built, dtype, owners)
-    _replace_feed_forward(built, held, owners)
-    _replace_linears(built, dtype, held, head, owners)
+    _replace_feed_forward(built, held, sums, owners)
+    _replace_linears(built, dtype, held, head, sums, owners)
     return owners
 
 
@@ -250,19 +281,26 @@ def _replace_linears(
     dtype: torch.dtype,
     held: Mapping[str, Weight],
     of_head: LinearConfig,
+    sums: RankSums,
     owners: Owners,
 ) -> None:
     paths, model = built.paths, built.model
     head = output_embeddings(model)
     for linears in merged_linears(built):
-        if any(each.weight.dtype != dtype for each in linears):
-            continue
         names = tuple(paths[each] for each in linears)
-        first, described = linears[0], _as_held(held, names, linears)
-        if first is head:
-            described = replace(described, method=of_head.method, copy=of_head.copy)
+        first = linears[0]
+        described = of_head if first is head else _as_held(held, names, linears)
+        if any(each.weight.dtype != dtype for each in linears):
+            if described.is_part:
+                raise ConfigError(
+                    OPTION, f"{names[0]} stays {first.weight.dtype}, and so cannot be divided"
+                )
+            continue
         method = make_linear(described)
         owners.append((method, names))
+        if described.in_shard.size > 1:
+            _put(model, names[0], SummedProjection(method, first, sums))
+            continue
         if len(linears) == 1:
             _put(model, names[0], Projection(method, first))
             continue
@@ -278,10 +316,8 @@ def _as_held(
     held: Mapping[str, Weight], names: Sequence[str], linears: Sequence[nn.Linear]
 ) -> LinearConfig:
     """Projections of those names as they are held, in that order; plain ones in no layer."""
-    described, found = linear_config(linears), held.get(names[0])
-    if not isinstance(found, LinearConfig):
-        return described
-    return replace(described, method=found.method, copy=found.copy)
+    found = held.get(names[0])
+    return found if isinstance(found, LinearConfig) else linear_config(linears)
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
@@ -333,17 +369,20 @@ def feed_forward_blocks(built: Built) -> list[Block]:
     return blocks
 
 
-def _replace_feed_forward(built: Built, held: Mapping[str, Weight], owners: Owners) -> None:
+def _replace_feed_forward(
+    built: Built, held: Mapping[str, Weight], sums: RankSums, owners: Owners
+) -> None:
     for path, ups, epilogue, down in feed_forward_blocks(built):
         module = built.model.get_submodule(path)
         into = [cast(nn.Linear, module.get_submodule(name)) for name in ups]
         last = cast(nn.Linear, module.get_submodule(down))
         of_ups, of_down = tuple(f"{path}.{name}" for name in ups), (f"{path}.{down}",)
-        up = make_linear(_as_held(held, of_ups, into))
-        down_method = make_linear(_as_held(held, of_down, [last]))
+        described = _as_held(held, of_down, [last])
+        up, down_method = make_linear(_as_held(held, of_ups, into)), make_linear(described)
         owners.append((up, of_ups))
         owners.append((down_method, of_down))
-        _put(built.model, path, FeedForward(up, epilogue, down_method))
+        own_sums = sums if described.in_shard.size > 1 else None
+        _put(built.model, path, FeedForward(up, epilogue, down_method, own_sums))
         for each in (*into, last):
             del built.recording.linears[each]
 
