@@ -89,6 +89,11 @@ class CausalLM(nn.Module):
         """The token embeddings: [vocab_size, size]."""
         return self.embedding.weight
 
+    @property
+    def tied_table(self) -> Tensor:
+        """The rows of `token_table` that this rank computes logits with, if it does."""
+        return self.token_table
+
     def tie(self) -> None:
         """Compute logits with the table of the token embeddings; called after `allocate`."""
         self.head.tie(self.embedding)

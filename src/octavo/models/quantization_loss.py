@@ -213,7 +213,7 @@ def _weights_of_files(model: CausalLM, config: ModelConfig, tensors: Tensors) ->
         for path, module in list(model.named_modules()):
             other: nn.Module
             if isinstance(module, RoundedLinear) and config.tied_embeddings:
-                part = _Part.of_table(model.token_table)
+                part = _Part.of_table(model.tied_table)
                 other = _LinearOfFiles(module.bias, [part], dtype, device)
             elif isinstance(module, QuantizedLinear | RoundedLinear):
                 parts = _parts(module.config, checkpoint.names_of(path, module), tensors)

@@ -103,14 +103,12 @@ class TransformersLM(CausalLM):
         made = _with_memory(built.model, owners, dtype, device)
         divided = tied if config.divides_head and config.shard.size > 1 else None
         checkpoint.targets = _targets(built.model, parameters, owners, made, divided)
-        if divided is not None:
-            [(_, tokens)] = config.head.out_ranges()
-            rows = divided.get_parameter("weight")[tokens]
-            divided.weight = nn.Parameter(rows, requires_grad=False)
         checkpoint.names = dict(owners)
         self.checkpoint = checkpoint
         self._first_position = built.first_position
         self._take(built)
+        if divided is not None:
+            divided.weight = nn.Parameter(self.tied_table, requires_grad=False)
 
     def _head(self, built: Built) -> LinearConfig:
         """The projection to logits, as it is held."""
@@ -189,6 +187,12 @@ class TransformersLM(CausalLM):
     def token_table(self) -> Tensor:
         """See CausalLM.token_table."""
         return self._table[0]
+
+    @property
+    def tied_table(self) -> Tensor:
+        """See CausalLM.tied_table."""
+        [(_, own)] = self._config.head.out_ranges()
+        return self.token_table[own] if self._config.divides_head else self.token_table
 
     def tie(self) -> None:
         """See CausalLM.tie: `allocate` has tied what transformers ties."""
