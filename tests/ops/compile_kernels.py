@@ -343,6 +343,7 @@ def norms() -> None:
         reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
         for is_rms in (True, False):
             norm(splits, affine, 1e-5, residual, is_rms, reduction=reduction)
+        norm(splits, None, 0.0, residual, True, reduction=reduction)
     for is_rms in (True, False):
         norm(x, affine, 1e-5, None, is_rms)
         for rounding in Rounding:
