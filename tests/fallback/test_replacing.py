@@ -29,11 +29,14 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fallback.shrunken import shrunken_config
+from octavo.float12 import PIECE_ROWS
 from octavo.layers import linear
-from octavo.layers.config import ExpertsConfig, NormConfig
+from octavo.layers.config import CopyForm, ExpertsConfig, LinearConfig, NormConfig
 from octavo.layers.linear import PlainLinear
 from octavo.models.config import ModelConfig
 from octavo.models.fallback import replacing
+from octavo.models.fallback.build import build
+from octavo.models.fallback.config import TransformersConfig, Weight
 from octavo.models.fallback.experts import GroupedExperts, experts_config
 from octavo.models.fallback.model import TransformersLM
 from octavo.models.fallback.paged import PAGED_LAYER
@@ -458,3 +461,25 @@ def test_results_of_experts_have_the_dtype_of_their_inputs(num_parts: int | None
     result = grouped.forward(hidden, torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, torch.full_like(hidden, num_parts or 1))
+
+
+@pytest.mark.parametrize(("size", "copy"), [(2 * PIECE_ROWS, "float12"), (PIECE_ROWS + 4, None)])
+def test_gates_that_are_no_whole_pieces_have_no_copy(
+    size: int, copy: CopyForm | None, tmp_path: Path
+) -> None:
+    shrunken_config("llama", intermediate_size=size).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path, "transformers")
+    assert isinstance(config, TransformersConfig)
+    held: dict[str, Weight] = {
+        name: replace(each, copy="float12") if isinstance(each, LinearConfig) else each
+        for name, each in config.held().items()
+    }
+    built = build(tmp_path, torch.bfloat16)
+    sums = RankSums(SingleRank())
+    owners = replacing.replace_modules(built, torch.bfloat16, held, config.head, sums)
+    copies = {
+        names[0].rpartition(".")[2]: owner.config.copy
+        for owner, names in owners
+        if isinstance(owner, PlainLinear)
+    }
+    assert (copies["gate_proj"], copies["down_proj"]) == (copy, "float12")

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.float12 import PIECE_ROWS
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import LinearConfig, NormConfig
 from octavo.layers.linear import LinearMethod, make_linear
@@ -377,8 +378,10 @@ def _replace_feed_forward(
         into = [cast(nn.Linear, module.get_submodule(name)) for name in ups]
         last = cast(nn.Linear, module.get_submodule(down))
         of_ups, of_down = tuple(f"{path}.{name}" for name in ups), (f"{path}.{down}",)
-        described = _as_held(held, of_down, [last])
-        up, down_method = make_linear(_as_held(held, of_ups, into)), make_linear(described)
+        of_up, described = _as_held(held, of_ups, into), _as_held(held, of_down, [last])
+        if of_up.copy == "float12" and epilogue.is_gated and described.in_features % PIECE_ROWS:
+            of_up = replace(of_up, copy=None)  # see MLPConfig.up
+        up, down_method = make_linear(of_up), make_linear(described)
         owners.append((up, of_ups))
         owners.append((down_method, of_down))
         own_sums = sums if described.in_shard.size > 1 else None
