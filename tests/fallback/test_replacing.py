@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,12 +38,13 @@ from octavo.models.fallback import replacing
 from octavo.models.fallback.build import build
 from octavo.models.fallback.config import TransformersConfig, Weight
 from octavo.models.fallback.experts import GroupedExperts, experts_config
-from octavo.models.fallback.model import TransformersLM
+from octavo.models.fallback.model import TransformersLM, _NoAttention
 from octavo.models.fallback.paged import PAGED_LAYER
 from octavo.models.fallback.recording import is_norm
 from octavo.models.fallback.sums import RankSums
 from octavo.models.loader import build_model, load_model
 from octavo.models.registry import read_model_config
+from octavo.ops import AttentionBackend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import LinearKernel, TorchLinear
@@ -394,6 +395,23 @@ def test_experts_are_computed_by_grouped_products(tmp_path: Path, model_type: st
     assert len(described) == len(paths) == sum(config.mixtures().values())
     assert model.num_hit_experts is not None
     assert config.num_active_parameters() < config.num_parameters()
+
+
+def test_experts_of_a_single_token_are_counted_where_kernels_do_not(tmp_path: Path) -> None:
+    """On a GPU nothing is listed for one token: the step counts its experts itself."""
+    model = load(tmp_path, "qwen3_moe")
+    backend, counter = cast(AttentionBackend, _NoAttention()), model.num_hit_experts
+    assert counter is not None
+
+    def counted(num_tokens: int, num_uncounted: int) -> int:
+        model._num_uncounted = num_uncounted
+        before, ids = int(counter), torch.arange(num_tokens)
+        with torch.inference_mode():
+            model.forward(ids, ids, backend)
+        return int(counter) - before
+
+    assert counted(1, 6) == counted(1, 0) + 6
+    assert counted(2, 6) == counted(2, 0)
 
 
 def test_experts_with_another_gate_are_left_alone() -> None:

@@ -33,9 +33,10 @@ IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$", r"\.attn\.bias$", r"posit
 # The weight of one expert's projection, and that of a first expert's.
 _EXPERT = re.compile(r".*\.(?P<number>\d+)\.(?P<projection>[^.\d][^.]*)\.weight")
 _FIRST = re.compile(r"\.0\.[^.\d][^.]*\.weight$")
-# The parameter that the weight of an expert's gate, up and down projection is a part of, and its
-# place there.
-_PLACES = (("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 0))
+UP, DOWN = "gate_up_proj", "down_proj"  # transformers' parameters, of all experts
+# Which of them the weight of an expert's gate, up and down projection is a part of, and its place
+# there.
+_PLACES = ((UP, 0), (UP, 1), (DOWN, 0))
 
 # By paths of modules: what the weights of their experts are called (ExpertsMethod).
 ExpertNames = Mapping[str, tuple[str, ...]]
@@ -117,7 +118,7 @@ class TransformersCheckpoint:
     ) -> ExpertNames:
         """From the tensors of each first expert."""
         found: dict[str, dict[tuple[str, int], str]] = {}
-        for tensor_name in {f"{_module(name)}.weight" for name in tensor_names}:
+        for tensor_name in {f"{name.rpartition('.')[0]}.weight" for name in tensor_names}:
             if not _FIRST.search(tensor_name):
                 continue
             name, pattern = self._renamed(tensor_name)
@@ -145,10 +146,6 @@ def _stacks(converter: WeightConverter) -> bool:
     kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
     merged, joined = (MergeModulelist, 0), (Concatenate, 1)
     return kinds == ([merged] if len(converter.source_patterns) == 1 else [merged, joined])
-
-
-def _module(tensor_name: str) -> str:
-    return tensor_name.rpartition(".")[0]
 
 
 class _Single(NamedTuple):

@@ -15,7 +15,7 @@ from octavo.layers.config import Activation, ExpertsConfig
 from octavo.layers.experts import ExpertsMethod, make_experts
 from octavo.layers.mlp import GATED_EPILOGUES
 from octavo.models.fallback.build import Built
-from octavo.models.fallback.checkpoint import ExpertNames
+from octavo.models.fallback.checkpoint import DOWN, UP, ExpertNames
 from octavo.models.fallback.config import Weight
 from octavo.models.fallback.paged import GROUPED_EXPERTS
 from octavo.models.fallback.probing import are_rows_alike, of_all_sizes
@@ -27,7 +27,6 @@ from octavo.ops.experts import Routed
 from octavo.routing import RoutingConfig
 
 PROBED_ROWS, PROBED_SIZE = 64, 4
-UP, DOWN = "gate_up_proj", "down_proj"  # transformers' parameters, of all experts
 
 
 class GroupedExperts(nn.Module):

@@ -53,6 +53,9 @@ class TransformersLM(CausalLM):
         self._sums = RankSums(communicator)
         self._step = Step()
         self._num_uncounted = 0  # experts that a step of one token takes and kernels do not count
+        [(_, self._tokens)] = config.head.out_ranges()  # whose logits are this rank's
+        own = self._tokens  # of the logits that transformers' code makes, those columns
+        self._own_columns = slice(own.stop - own.start) if config.divides_head else own
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """See CausalLM.allocate: transformers makes its modules for a dtype.
@@ -191,8 +194,7 @@ class TransformersLM(CausalLM):
     @property
     def tied_table(self) -> Tensor:
         """See CausalLM.tied_table."""
-        [(_, own)] = self._config.head.out_ranges()
-        return self.token_table[own] if self._config.divides_head else self.token_table
+        return self.token_table[self._tokens] if self._config.divides_head else self.token_table
 
     def tie(self) -> None:
         """See CausalLM.tie: `allocate` has tied what transformers ties."""
@@ -238,6 +240,9 @@ class TransformersLM(CausalLM):
         """See CausalLM.forward; the last layer computes all tokens."""
         self._step.backend = attention
         self._sums.begin()
+        if self._num_uncounted and len(input_ids) == 1:
+            assert self.num_hit_experts is not None
+            self.num_hit_experts.add_(self._num_uncounted)
         if self._first_position:
             positions = positions + self._first_position
         hidden: Tensor = self.decoder(
@@ -254,8 +259,7 @@ class TransformersLM(CausalLM):
         self._decoded.hidden = rows
         logits: Tensor = self.rest(inputs_embeds=rows, use_cache=False).logits[0]
         logits = logits if logits.device.type == "cuda" else logits.float()
-        [(_, own)] = self._config.head.out_ranges()
-        return logits[:, : own.stop - own.start] if self._config.divides_head else logits[:, own]
+        return logits[:, self._own_columns]
 
 
 class _NoAttention:
